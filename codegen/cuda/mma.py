@@ -1,0 +1,797 @@
+"""Tensor-core linear layers with 4-bit weights and 16-bit compute: Weight, Tile -> tirx PrimFunc.
+
+    y[m, n] = epilogue(sum over k of x[m, k] * (q[n, k] - zero[n, k // group]) * scale[n, k // group])
+
+M, N and K are run-time values and every M, N, K >= 1 is right. Sums are held in float32 and rounded once.
+
+Output features are the 16-row side (A) of mma.m16n8k16, tokens its 8-column side (B):
+
+             k: 2t 2t+1   8+2t 8+2t+1            token: 2t   2t+1
+    feature c   [ reg 0 ]  [ reg 2 ]                  [ d0 ] [ d1 ]     lane = 4 c + t
+    feature c+8 [ reg 1 ]  [ reg 3 ]                  [ d2 ] [ d3 ]     c = 0..7, t = 0..3
+
+The codes are stored as these registers, so a lane's codes for 16 features by 64 of k are one 16-byte load:
+
+    q[o, i, lane = 4 c + t, s] holds feature 16 o + 8 r + c, input 64 i + 16 s + 8 h + 2 t + p
+                               in nibble 4 p + 2 h + r:    bit 28  24  20  16  12   8   4   0
+                                                             p  1   1   1   1   0   0   0   0
+                                                      register  3   2   1   0   3   2   1   0
+
+and one mask takes both 16-bit halves of a register out of a word.
+
+The warps of a CTA are `teams`, each with its own share of k, its own ring of cp.async stages and no barrier but its
+own until the partial sums are added:
+
+    k ->   | slice 0 | slice 1 | slice 2 | slice 3 | slice 4 | ...       a slice is `slice` tiles of 64
+           | team 0  | team 1  | team 0  | team 1  | team 0  | ...       one slice fills one stage
+
+Scale and zero meet the codes in one of two places (`Tile.correct`): few tokens correct the sums of a group, many
+tokens correct the weights.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+
+Extra = tuple[str, Callable, str]  # name, (M, N, K) -> shape, dtype
+Epilogue = Callable[[tirx.Expr, tirx.Expr, tirx.Expr, Mapping[str, tirx.Buffer]], tirx.Expr]
+
+
+@dataclass(frozen=True)
+class Half:
+    """What the main loop needs to know about a 16-bit float type.
+
+    A nibble or-ed into the bits of `bias` is the number bias + q. If the mantissa is wide enough, the nibble above
+    is taken without a shift, as bias + 16 q: `wide` is 16 then, otherwise 1.
+    """
+
+    ptx: str
+    one: int  # bits of 1.0
+    magic: int  # bits of `bias`
+    bias: int
+    wide: int
+
+
+HALVES = {
+    "float16": Half("f16", 0x3C00, 0x6400, 1024, 16),
+    "bfloat16": Half("bf16", 0x3F80, 0x4300, 128, 1),
+}
+
+
+@dataclass(frozen=True)
+class Weight:
+    """How a code becomes a weight: w = (q - bias - zero) * scale, one scale and zero per group along k."""
+
+    compute: str  # "float16" or "bfloat16": type of x and of the multiplier
+    bias: int  # constant zero point; 8 for symmetric u4, 0 if there is none
+    zero: str | None  # type of the loaded zero: "u4" (two in a byte) or a float; None: there is none
+    scale: str | None  # type of the loaded scale; None: there is none, or the epilogue applies it
+    group: int | None  # extent of a group: 16, 32 or a multiple of 64; None: all of K is one group
+    signed: bool  # codes are two's complement
+
+    def __post_init__(self):
+        assert self.compute in HALVES, f"no 16-bit multiplier for {self.compute}"
+        assert self.zero in (None, "u4", *BYTES) and self.scale in (None, *BYTES), self
+        assert self.group is None or self.group in (16, 32) or self.group % 64 == 0, f"group {self.group}"
+        assert 0 <= self.offset <= 64, f"bias {self.bias} leaves the exact range of the bit trick"
+
+    @property
+    def half(self) -> Half:
+        return HALVES[self.compute]
+
+    @property
+    def offset(self) -> int:
+        """The constant zero point of a nibble read as unsigned. Flipping bit 3 of an i4 code adds 8 to it."""
+        return self.bias + 8 * self.signed
+
+    def factor(self, register: int) -> int:
+        """What q is multiplied by in a register of the A fragment (see Half)."""
+        return self.half.wide if register % 2 else 1
+
+    @property
+    def grouped(self) -> dict[str, str]:
+        """The types of what is loaded per group, by role."""
+        return {role: dtype for role, dtype in (("scale", self.scale), ("zero", self.zero)) if dtype}
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The part of y that one CTA computes, and how its warps share the work."""
+
+    name: str
+    m_max: int | None  # meant for M up to this (right for every M); None: no limit
+    correct: str  # where scale and zero are applied: "sums" or "weights"
+    tokens: int  # tokens of one CTA
+    features: int  # output features of one CTA
+    split: tuple[int, int, int]  # warps of a team along tokens and features, teams along k
+    slice: int  # tiles of 64 along k in one stage
+    stages: int  # stages of a team's ring
+    resident: int | None = None  # CTAs that an SM must hold, a limit on registers; None: the compiler's choice
+    codes: str = "shared"
+
+    def __post_init__(self):
+        assert self.correct in ("sums", "weights"), self
+        assert self.stages >= 2, f"{self}: one stage cannot be filled while it is read"
+        for extent in (self.tokens, self.features // 16, *self.split, self.slice):
+            assert extent and extent & (extent - 1) == 0, f"{self}: {extent} is not a power of two"
+
+    @property
+    def teams(self) -> int:
+        return self.split[2]
+
+    @property
+    def team_threads(self) -> int:
+        return 32 * self.split[0] * self.split[1]
+
+    @property
+    def threads(self) -> int:
+        return self.teams * self.team_threads
+
+    @property
+    def token_tiles(self) -> int:
+        """Tiles of 8 tokens of one warp."""
+        return -(-self.tokens // 8) // self.split[0]
+
+    @property
+    def feature_tiles(self) -> int:
+        """Tiles of 16 features of one warp."""
+        return self.features // 16 // self.split[1]
+
+    @property
+    def partials(self) -> tuple[int, int, int]:
+        """Shape of the partial sums; 4 words of padding put the lanes that store one register in 32 banks."""
+        return (self.teams, self.tokens, self.features + 4)
+
+    def __str__(self):
+        m = "any m" if self.m_max is None else f"m <= {self.m_max}"
+        warps = "x".join(map(str, self.split))
+        return (
+            f"{self.name}: {m}, {self.tokens} tokens x {self.features} features, {warps} warps, "
+            f"{self.stages} stages of {64 * self.slice}, corrects {self.correct}"
+        )
+
+
+def tiles() -> tuple[Tile, ...]:
+    """The default tiles, by rising m_max."""
+    return (
+        Tile("m1", 1, "sums", tokens=1, features=16, split=(1, 1, 8), slice=4, stages=3),
+        Tile("m8", 8, "sums", tokens=8, features=32, split=(1, 1, 8), slice=2, stages=2),
+        Tile("m16", 16, "sums", tokens=16, features=32, split=(1, 2, 4), slice=2, stages=3),
+        Tile("m64", 64, "weights", tokens=64, features=64, split=(1, 2, 4), slice=1, stages=2),
+        Tile("any", None, "weights", tokens=128, features=128, split=(2, 4, 1), slice=1, stages=3),
+    )
+
+
+def lower(
+    name: str,
+    weight: Weight,
+    tile: Tile,
+    extra: Sequence[Extra] = (),
+    epilogue: Epilogue = lambda acc, m, n, buffers: acc,
+    output: str | None = None,
+) -> tirx.PrimFunc:
+    """The kernel (x, q, [s], [z], *extra, y); y has the type `output`, by default that of x."""
+    with IRBuilder() as builder:
+        with T.prim_func(False, False, False):
+            T.func_name(name)
+            T.func_attr({"global_symbol": name, "tirx.noalias": True})
+            buffers = _declare(weight, tile, extra, output or weight.compute)
+            T.device_entry()
+            with _resident(tile.resident):
+                k = _enter(weight, tile, buffers)
+                _store_partials(k, _main_loop(k))
+                _reduce(k, epilogue, {name: buffers[name] for name, _, _ in extra}, buffers["y"])
+    return builder.get()
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one stage holds. The stages of all teams lie together, operand by operand, at the start of the pool."""
+
+    weight: Weight
+    tile: Tile
+
+    @property
+    def step(self) -> int:
+        """Extent along k that shares one scale and zero, within one stage.
+
+        A sum that is corrected afterwards is at most 128 long: the codes are off by up to 1024, and a longer sum
+        of such numbers loses the bits that matter.
+        """
+        longest = 64 * self.tile.slice
+        longest = min(longest, 128) if self.tile.correct == "sums" else longest
+        return math.gcd(self.weight.group or longest, longest)
+
+    @property
+    def steps(self) -> int:
+        return 64 * self.tile.slice // self.step
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and type by operand, in the order in which they lie in shared memory."""
+        tile = self.tile
+        blocks = tile.features // 16
+        shapes = {"x": ((tile.tokens, 8 * tile.slice, 8), self.weight.compute)}
+        if tile.codes == "shared": shapes["q"] = ((blocks, tile.slice, 32, 4), "uint32")
+        for role, dtype in self.weight.grouped.items():
+            shapes[role] = ((blocks, self.steps, group_bytes(dtype)), "uint8")
+        return shapes
+
+    def offset(self, operand: str | None = None) -> int:
+        """First byte of the operand's stages; without an operand, the end of all."""
+        before = itertools.takewhile(lambda item: item[0] != operand, self.shapes.items())
+        sizes = [math.prod(shape) * {"uint32": 4, "uint8": 1}.get(dtype, 2) for _, (shape, dtype) in before]
+        return self.tile.teams * self.tile.stages * sum(sizes)
+
+
+def group_bytes(dtype: str) -> int:
+    """Bytes of one group of 16 features."""
+    return 8 if dtype == "u4" else 16 * BYTES[dtype]
+
+
+def pool_bytes(weight: Weight, tile: Tile) -> int:
+    """Shared memory of a CTA: the stages, and later the partial sums in their place."""
+    return max(Stage(weight, tile).offset(), 4 * math.prod(tile.partials))
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The names in scope while a body is built. Sizes and ids are int32; row bases are computed in int64."""
+
+    weight: Weight
+    tile: Tile
+    x: tirx.Buffer
+    q: tirx.Buffer
+    grouped: Mapping[str, tirx.Buffer]  # scale and zero by role
+    M: tirx.Expr
+    N: tirx.Expr
+    K: tirx.Expr
+    m0: tirx.Expr  # first token of the CTA
+    o0: tirx.Expr  # first tile of 16 features of the CTA
+    thread: tirx.Expr
+    aligned: tirx.Expr  # rows of x begin on 16-byte boundaries
+    pool: tirx.Buffer
+
+    @property
+    def k_tiles(self):
+        return (self.K + 63) >> 6
+
+    @property
+    def o_tiles(self):
+        return (self.N + 15) >> 4
+
+    @property
+    def team(self):
+        return self.thread // self.tile.team_threads
+
+    @property
+    def team_thread(self):
+        return self.thread % self.tile.team_threads
+
+    @property
+    def lane(self):
+        return self.thread % 32
+
+    @property
+    def token_warp(self):
+        return self.thread // 32 % self.tile.split[0]
+
+    @property
+    def feature_warp(self):
+        return self.thread // (32 * self.tile.split[0]) % self.tile.split[1]
+
+    def shared(self, shape, dtype, offset=0):
+        """A view of the pool that begins at byte `offset`."""
+        return T.decl_buffer(shape, dtype, data=self.pool.data, byte_offset=offset, scope="shared.dyn")
+
+    def stage_views(self) -> dict[str, tirx.Buffer]:
+        """[team, stage, ...] by operand."""
+        stage, rings = Stage(self.weight, self.tile), (self.tile.teams, self.tile.stages)
+        return {
+            operand: self.shared((*rings, *shape), dtype, stage.offset(operand))
+            for operand, (shape, dtype) in stage.shapes.items()
+        }
+
+
+def _declare(weight, tile, extra, output):
+    """Parameters -> all buffers by name."""
+    M, N, K = (tirx.Var(v, "int64") for v in "MNK")
+    o_tiles, k_tiles = _ceildiv(N, 16), _ceildiv(K, 64)
+    groups = _ceildiv(K, weight.group) if weight.group else 1
+    params = [("x", (M, K), weight.compute), ("q", (o_tiles, k_tiles, 32, 4), "uint32")]
+    for role, dtype in weight.grouped.items():
+        tail, dtype = ((8,), "uint8") if dtype == "u4" else ((8, 2), dtype)
+        params.append((role[0], (o_tiles, groups, *tail), dtype))
+    params += [(name, shape(M, N, K), dtype) for name, shape, dtype in extra]
+    params.append(("y", (M, N), output))
+    handles = [T.arg(name, T.handle()) for name, _, _ in params]
+    return {
+        name: T.match_buffer(handle, shape, dtype)
+        for handle, (name, shape, dtype) in zip(handles, params, strict=True)
+    }
+
+
+def _enter(weight, tile, buffers) -> Kernel:
+    """The launch grid and the names in scope on the device."""
+    (M, K), N = buffers["x"].shape, buffers["y"].shape[1]
+    # Tiles of tokens and features share grid x: y and z end at 65,535.
+    columns = T.cast(_ceildiv(N, tile.features), "int32")
+    cta = T.cta_id([T.cast(_ceildiv(M, tile.tokens), "int32") * columns])
+    thread = T.thread_id([tile.threads])
+    pool = T.alloc_buffer((pool_bytes(weight, tile),), "uint8", scope="shared.dyn")
+    place = T.alloc_local([2], "int32")
+    with T.If(cta < columns):
+        with T.Then():  # the usual case, spared the latency of a division
+            _set(place, 0, 0)
+            _set(place, 1, cta)
+        with T.Else():
+            _set(place, 0, tirx.truncdiv(cta, columns))
+            _set(place, 1, tirx.truncmod(cta, columns))
+    base = T.alloc_local([1], "uint64")
+    _ptx("cvta.to.global.u64", base[0], buffers["x"].ptr_to([T.int64(0), T.int64(0)]))
+    return Kernel(
+        weight=weight,
+        tile=tile,
+        x=buffers["x"],
+        q=buffers["q"],
+        grouped={role: buffers[role[0]] for role in weight.grouped},
+        M=T.cast(M, "int32"),
+        N=T.cast(N, "int32"),
+        K=T.cast(K, "int32"),
+        m0=place[0] * tile.tokens,
+        o0=place[1] * (tile.features // 16),
+        thread=thread,
+        aligned=((T.cast(K, "uint64") * T.uint64(2) | base[0]) & T.uint64(15)) == T.uint64(0),
+        pool=pool,
+    )
+
+
+def _ceildiv(extent, size: int):
+    return tirx.truncdiv(extent + (size - 1), tirx.IntImm("int64", size))
+
+
+def _wide(index):
+    return T.cast(index, "int64")
+
+
+def _set(buffer, i: int, value):
+    T.buffer_store(buffer, value, [i])
+
+
+def _zeros(n: int, dtype: str):
+    buffer = T.alloc_local([n], dtype)
+    for i in range(n):
+        _set(buffer, i, tirx.const(0, dtype))
+    return buffer
+
+
+def _ptx(instruction: str, *operands, **options):
+    T.evaluate(T.ptx[instruction](*operands, **options))
+
+
+def _resident(ctas: int | None):
+    return T.attr({"tirx.launch_bounds_min_blocks_per_sm": ctas}) if ctas else nullcontext()
+
+
+@contextmanager
+def _when(condition):
+    with T.If(condition), T.Then():
+        yield
+
+
+def _main_loop(k: Kernel):
+    """-> the warp's accumulators: [feature tile, token tile, register] as one array."""
+    tile, stages = k.tile, k.tile.stages
+    views = k.stage_views()
+    acc = _zeros(4 * tile.feature_tiles * tile.token_tiles, "float32")
+    stride = tile.teams * tile.slice
+    first = k.team * tile.slice
+    count = (k.k_tiles - first + (stride - 1)) // stride  # slices of this team
+    if tile.codes == "registers":
+        nxt = _zeros(4 * tile.feature_tiles * tile.slice, "uint32")
+        cur = T.alloc_local([4 * tile.feature_tiles * tile.slice], "uint32")
+        def load_codes(i):
+            for f in range(tile.feature_tiles):
+                for l in range(tile.slice):
+                    position = i * stride + first + l
+                    o = k.o0 + k.feature_warp * tile.feature_tiles + f
+                    if tile.features > 16: o = tirx.min(o, k.o_tiles - 1)
+                    at = (f * tile.slice + l) * 4
+                    _ptx("ld.global.nc.L1::no_allocate.v4.b32", *[nxt[at + j] for j in range(4)], k.q.ptr_to([_wide(o), _wide(position), k.lane, 0]), pred=position < k.k_tiles, preserve_dst=True)
+        load_codes(T.int32(0))
+    else: cur = None
+    with T.serial(0, stages - 1) as i:
+        with _when(i < count):
+            _fill(k, views, i * stride + first, i)
+        _ptx("cp.async.commit_group")
+    with T.serial(0, count) as i:
+        _ptx("cp.async.wait_group", stages - 2)
+        _team_sync(k)  # slice i has landed, and all are done with the stage of slice i - 1
+        ahead = i + (stages - 1)
+        if cur is not None:
+            for j in range(4 * tile.feature_tiles * tile.slice): _set(cur, j, nxt[j])
+            load_codes(i + 1)
+        with _when(ahead < count):
+            _fill(k, views, ahead * stride + first, tirx.truncmod(ahead, stages))
+        _ptx("cp.async.commit_group")
+        _multiply(k, views, acc, tirx.truncmod(i, stages), cur)
+    _ptx("cp.async.wait_group", 0)
+    return acc
+
+
+def _team_sync(k: Kernel):
+    if k.tile.teams == 1:
+        T.evaluate(T.cuda.cta_sync())
+    elif k.tile.team_threads == 32:
+        T.evaluate(T.cuda.warp_sync())
+    else:  # barrier 0 is that of the CTA
+        _ptx("bar.sync", T.cast(k.team + 1, "uint32"), T.uint32(k.tile.team_threads))
+
+
+# Global memory -> stage
+
+
+def _fill(k: Kernel, views, first, slot):
+    """Starts the copies of the slice that begins at tile `first`. What lies outside of a tensor becomes zero."""
+    with T.If(k.aligned):
+        with T.Then():
+            _fill_x(k, views["x"], first, slot)
+        with T.Else():
+            _fill_x_unaligned(k, views["x"], first, slot)
+    if "q" in views: _fill_codes(k, views["q"], first, slot)
+    for role in k.weight.grouped:
+        _fill_groups(k, role, views[role], first, slot)
+
+
+def _each(k: Kernel, total: int):
+    """The team's items of a copy, one per thread and round; the condition under which the last ones exist."""
+    threads = k.tile.team_threads
+    for i in range(-(-total // threads)):
+        item = i * threads + k.team_thread
+        yield item, (i + 1) * threads > total and item < total
+
+
+def _copy(target, source, bytes_: int, inside, exists):
+    size = T.if_then_else(inside, T.uint32(bytes_), T.uint32(0))
+    cache = "cg" if bytes_ == 16 else "ca"
+    options = {} if exists is False else {"pred": exists}
+    _ptx(f"cp.async.{cache}.shared.global", target, source, bytes_, size, **options)
+
+
+def _piece(r, c):
+    """Where piece c (8 numbers) of row r lies: the 8 rows that ldmatrix reads at once are in different banks."""
+    return c ^ (r % 8)
+
+
+def _fill_x(k: Kernel, view, first, slot):
+    pieces = 8 * k.tile.slice
+    for item, exists in _each(k, k.tile.tokens * pieces):
+        r, c = item // pieces, item % pieces
+        m, column = k.m0 + r, first * 64 + c * 8
+        target = view.ptr_to([k.team, slot, r, _piece(r, c), 0])
+        _copy(target, k.x.ptr_to([_wide(m), _wide(column)]), 16, tirx.all(m < k.M, column < k.K), exists)
+
+
+def _fill_x_unaligned(k: Kernel, view, first, slot):
+    """Number by number: K is no multiple of 8, or x begins off a 16-byte boundary."""
+    pieces, threads = 8 * k.tile.slice, k.tile.team_threads
+    total = k.tile.tokens * pieces
+    with T.serial(0, -(-total // threads)) as i:
+        item = i * threads + k.team_thread
+        r, c = item // pieces, item % pieces
+        m = k.m0 + r
+        with _when(item < total):
+            for e in range(8):
+                column = first * 64 + c * 8 + e
+                number = k.x[_wide(m), _wide(column)]
+                inside = tirx.all(m < k.M, column < k.K)
+                value = T.if_then_else(inside, number, tirx.const(0, k.weight.compute))
+                T.buffer_store(view, value, [k.team, slot, r, _piece(r, c), e])
+
+
+def _fill_codes(k: Kernel, view, first, slot):
+    depth = k.tile.slice
+    for item, exists in _each(k, k.tile.features // 16 * depth * 32):
+        f, i, lane = item // (32 * depth), item // 32 % depth, item % 32
+        o, position = k.o0 + f, first + i
+        source = k.q.ptr_to([_wide(o), _wide(position), lane, 0])
+        inside = position < k.k_tiles if k.tile.features == 16 else tirx.all(o < k.o_tiles, position < k.k_tiles)
+        _copy(view.ptr_to([k.team, slot, f, i, lane, 0]), source, 16, inside, exists)
+
+
+def _fill_groups(k: Kernel, role: str, view, first, slot):
+    stage, dtype = Stage(k.weight, k.tile), k.weight.grouped[role]
+    width = min(16, group_bytes(dtype))
+    pieces = group_bytes(dtype) // width
+    for item, exists in _each(k, k.tile.features // 16 * stage.steps * pieces):
+        f, step, piece = item // (stage.steps * pieces), item // pieces % stage.steps, item % pieces
+        o, position = k.o0 + f, first * 64 + step * stage.step
+        g = tirx.truncdiv(position, k.weight.group) if k.weight.group else T.int32(0)
+        row = piece * (8 // pieces)
+        source = k.grouped[role].ptr_to([_wide(o), _wide(g), row, *([] if dtype == "u4" else [0])])
+        inside = tirx.all(o < k.o_tiles, position < k.K)
+        _copy(view.ptr_to([k.team, slot, f, step, piece * width]), source, width, inside, exists)
+
+
+# Stage -> accumulators
+
+
+def _multiply(k: Kernel, views, acc, slot, cur):
+    """acc += the warp's features x tokens over one slice."""
+    tile, stage = k.tile, Stage(k.weight, k.tile)
+    steps = (_SumStep if tile.correct == "sums" else _WeightStep)(k)
+    if cur is None: codes = T.alloc_local([4 * tile.feature_tiles], "uint32")
+    b = T.alloc_local([4 * tile.token_tiles], "uint32")
+    for s in range(4 * tile.slice):  # 16 of k
+        if s % 4 == 0 and cur is None:
+            for f in range(tile.feature_tiles):
+                at = [k.team, slot, k.feature_warp * tile.feature_tiles + f, s // 4, k.lane, 0]
+                _ptx("ld.shared.v4.b32", *(codes[4 * f + i] for i in range(4)), views["q"].ptr_to(at))
+        if 16 * s % stage.step == 0:
+            steps.begin(views, slot, 16 * s // stage.step)
+        operands = _token_fragments(k, views["x"], slot, b, s)
+        for f in range(tile.feature_tiles):
+            steps.multiply(acc, f, codes[4 * f + s % 4] if cur is None else cur[(f * tile.slice + s // 4) * 4 + s % 4], operands)
+        if 16 * (s + 1) % stage.step == 0:
+            steps.end(acc)
+
+
+def _token_fragments(k: Kernel, view, slot, b, s: int):
+    """The B fragments of step s, as pairs of registers.
+
+    An ldmatrix.x4 reads four 8 x 8 matrices, lane l naming row l % 8 of matrix l // 8: k halves of two token tiles
+    or, if there is one token tile, the halves of two steps. Fewer than 8 tokens are repeated to fill a matrix.
+    """
+    tile, tokens = k.tile, k.tile.token_tiles
+    row0 = k.token_warp * (8 * tokens)
+    if tokens == 1:
+        if s % 2 == 0:
+            row = row0 + k.lane % min(8, tile.tokens)
+            address = view.ptr_to([k.team, slot, row, _piece(row, 2 * s + k.lane // 8), 0])
+            _ptx(LDMATRIX, *(b[i] for i in range(4)), address)
+        return [(b[s % 2 * 2], b[s % 2 * 2 + 1])]
+    for j in range(0, tokens, 2):
+        row = row0 + 8 * j + k.lane // 16 * 8 + k.lane % 8
+        address = view.ptr_to([k.team, slot, row, _piece(row, 2 * s + k.lane // 8 % 2), 0])
+        _ptx(LDMATRIX, *(b[2 * j + i] for i in range(4)), address)
+    return [(b[2 * j], b[2 * j + 1]) for j in range(tokens)]
+
+
+LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
+
+
+def _mma(weight: Weight, d, first: int, a, b, start: bool):
+    """d[first : first + 4] += a b; with `start`, = a b."""
+    half = weight.half.ptx
+    out = [d[first + i] for i in range(4)]
+    c = [T.float32(0)] * 4 if start else out
+    _ptx(f"mma.sync.aligned.m16n8k16.row.col.f32.{half}.{half}.f32", *out, *a, *b, *c)
+
+
+def _biased(weight: Weight, word, register: int, out):
+    """out = register 0..3 of the A fragment in `word`: both halves are bias + factor * q."""
+    taken = 4 if weight.factor(register) > 1 else 0
+    shift = 4 * register - taken
+    pattern = weight.half.magic ^ (8 << taken if weight.signed else 0)
+    shifted = word >> T.uint32(shift) if shift else word
+    mask = (0xF << taken) * 0x10001
+    _ptx("lop3.b32", out, shifted, T.uint32(mask), T.uint32(pattern * 0x10001), 0x6A)  # (a & b) ^ c
+
+
+def _load_group(k: Kernel, view, slot, f: int, step: int, dtype: str):
+    """The lane's words of one scale or zero of feature tile f: those of features c and c + 8."""
+    words = T.alloc_local([2 if dtype == "float32" else 1], "uint32")
+    n = int(words.shape[0])
+    at = k.lane // 4 * (group_bytes(dtype) // 8)
+    address = view.ptr_to([k.team, slot, k.feature_warp * k.tile.feature_tiles + f, step, at])
+    load = "ld.shared.u8" if dtype == "u4" else ("ld.shared.b32" if n == 1 else "ld.shared.v2.b32")
+    _ptx(load, *(words[i] for i in range(n)), address)
+    return [words[i] for i in range(n)]
+
+
+def _floats(dtype: str, words) -> list:
+    """Loaded words -> the float32 values of features c and c + 8."""
+    if dtype == "u4":
+        return [T.cast(nibble, "float32") for nibble in (words[0] & T.uint32(15), words[0] >> T.uint32(4))]
+    if dtype == "float32":
+        return [T.reinterpret("float32", word) for word in words]
+    low, high = words[0] & T.uint32(0xFFFF), words[0] >> T.uint32(16)
+    if dtype == "bfloat16":
+        return [T.reinterpret("float32", half << T.uint32(16)) for half in (low, high)]
+    return [T.cast(T.reinterpret("float16", T.cast(half, "uint16")), "float32") for half in (low, high)]
+
+
+class _SumStep:
+    """A step that multiplies bias + factor * q and corrects the sum:
+
+        acc += scale * (sum - (bias + factor * zero) * row_sum)
+
+    One more mma, with ones as A, gives row_sum, the sum of x. Registers 1 and 3, features c + 8, may hold 16 times
+    their values (Weight.factor); that factor is divided out of the partial sums, exactly.
+    """
+
+    def __init__(self, k: Kernel):
+        self.k, self.tile, self.weight = k, k.tile, k.weight
+        tokens, features = self.tile.token_tiles, self.tile.feature_tiles
+        self.sums = T.alloc_local([4 * features * tokens], "float32")
+        self.row_sums = T.alloc_local([4 * tokens], "float32")
+        self.a = T.alloc_local([4], "uint32")
+        self.scale = T.alloc_local([2 * features], "float32")
+        self.shift = T.alloc_local([2 * features], "float32")
+        self.start = True
+
+    def begin(self, views, slot, step: int):
+        self.start = True
+        for f in range(self.tile.feature_tiles):
+            words = {
+                role: _load_group(self.k, views[role], slot, f, step, dtype)
+                for role, dtype in self.weight.grouped.items()
+            }
+            if self.weight.scale:
+                for r, value in enumerate(_floats(self.weight.scale, words["scale"])):
+                    _set(self.scale, 2 * f + r, value)
+            for r, value in enumerate(self._shifts(words.get("zero"))):
+                _set(self.shift, 2 * f + r, value)
+
+    def _shifts(self, words):
+        weight = self.weight
+        factors = [weight.factor(r) for r in range(2)]
+        constants = [weight.half.bias + factor * weight.offset for factor in factors]
+        if words is None:
+            return [T.float32(constant) for constant in constants]
+        if weight.zero != "u4":
+            zeros = _floats(weight.zero, words)
+            return [z * T.float32(f) + T.float32(c) for z, f, c in zip(zeros, factors, constants, strict=True)]
+        upper = words[0] & T.uint32(0xF0) if factors[1] == 16 else words[0] >> T.uint32(4)
+        # An integer below 2^23 or-ed into the bits of 2^23 is 2^23 plus that integer.
+        floats = [T.reinterpret("float32", n | T.uint32(0x4B000000)) for n in (words[0] & T.uint32(15), upper)]
+        return [value + T.float32(constant - 2**23) for value, constant in zip(floats, constants, strict=True)]
+
+    def multiply(self, acc, f: int, word, operands):
+        for register in range(4):
+            _biased(self.weight, word, register, self.a[register])
+        a = [self.a[register] for register in range(4)]
+        for j, b in enumerate(operands):
+            _mma(self.weight, self.sums, 4 * (f * len(operands) + j), a, b, self.start)
+        if f == self.tile.feature_tiles - 1:
+            ones = [T.uint32(self.weight.half.one * 0x10001)] * 4
+            for j, b in enumerate(operands):
+                _mma(self.weight, self.row_sums, 4 * j, ones, b, self.start)
+            self.start = False
+
+    def end(self, acc):
+        tokens = self.tile.token_tiles
+        for f in range(self.tile.feature_tiles):
+            for j in range(tokens):
+                for i in range(4):  # i // 2: feature c or c + 8; i % 2: token 2t or 2t + 1
+                    at, r = 4 * (f * tokens + j) + i, 2 * f + i // 2
+                    value = self.sums[at] - self.shift[r] * self.row_sums[4 * j + i % 2]
+                    _set(acc, at, acc[at] + (self.scale[r] * value if self.weight.scale else value))
+
+
+class _WeightStep:
+    """A step that multiplies finished weights: (bias + q) - (bias + zero), which is exact, times scale, rounded once.
+
+    Integer zeros and scales of the compute type stay in packed 16-bit arithmetic; other types take the way through
+    float32, where the difference and the product are rounded to 16 bits together.
+    """
+
+    def __init__(self, k: Kernel):
+        self.k, self.tile, self.weight = k, k.tile, k.weight
+        self.packed = self.weight.zero in (None, "u4") and self.weight.scale in (None, self.weight.compute)
+        dtype = "uint32" if self.packed else "float32"
+        self.a = T.alloc_local([4], "uint32")
+        self.scale = T.alloc_local([2 * self.tile.feature_tiles], dtype)
+        self.shift = T.alloc_local([2 * self.tile.feature_tiles], dtype)
+
+    def begin(self, views, slot, step: int):
+        for f in range(self.tile.feature_tiles):
+            words = {
+                role: _load_group(self.k, views[role], slot, f, step, dtype)
+                for role, dtype in self.weight.grouped.items()
+            }
+            if self.packed:
+                self._pack(f, words)
+                continue
+            for role, target in (("scale", self.scale), ("zero", self.shift)):
+                if role in words:
+                    for r, value in enumerate(_floats(self.weight.grouped[role], words[role])):
+                        _set(target, 2 * f + r, value)
+
+    def _pack(self, f: int, words):
+        """Twice the scale, and twice -(bias + factor * zero) / factor: a small integer added to the bits of -bias."""
+        half, offset = self.weight.half, self.weight.offset
+        for r in range(2):
+            shrink = 4 if self.weight.factor(r) == 16 else 0
+            bits = 0x8000 + half.magic - (shrink << 10) + (offset << shrink)
+            shift = T.uint32(bits * 0x10001)
+            if self.weight.zero:
+                nibble = words["zero"][0] & T.uint32(15) if r == 0 else words["zero"][0] >> T.uint32(4)
+                shift = ((nibble << T.uint32(shrink)) + T.uint32(bits)) * T.uint32(0x10001)
+            _set(self.shift, 2 * f + r, shift)
+            if self.weight.scale:
+                word = words["scale"][0]
+                _ptx("prmt.b32", self.scale[2 * f + r], word, word, T.uint32(0x3232 if r else 0x1010))
+
+    def multiply(self, acc, f: int, word, operands):
+        for register in range(4):
+            (self._packed_pair if self.packed else self._float_pair)(f, word, register)
+        a = [self.a[register] for register in range(4)]
+        for j, b in enumerate(operands):
+            _mma(self.weight, acc, 4 * (f * len(operands) + j), a, b, start=False)
+
+    def _packed_pair(self, f: int, word, register: int):
+        half, out, r = self.weight.half, self.a[register], 2 * f + register % 2
+        shrink = 4 if self.weight.factor(register) == 16 else 0
+        fma, inverse = f"fma.rn.{half.ptx}x2", T.uint32((half.one - (shrink << 10)) * 0x10001)
+        _biased(self.weight, word, register, out)
+        _ptx(fma, out, out, inverse, self.shift[r])
+        if self.weight.scale:
+            _ptx(fma, out, out, self.scale[r], T.uint32(0x80008000))
+
+    def _float_pair(self, f: int, word, register: int):
+        r, flip = 2 * f + register % 2, 8 if self.weight.signed else 0
+        values = []
+        for p in range(2):
+            nibble = (word >> T.uint32(16 * p + 4 * register)) & T.uint32(15)
+            value = T.reinterpret("float32", nibble ^ T.uint32(0x4B000000 + flip))
+            value = value - T.float32(2**23 + self.weight.offset)
+            if self.weight.zero:
+                value = value - self.shift[r]
+            values.append(value * self.scale[r] if self.weight.scale else value)
+        _ptx(f"cvt.rn.{self.weight.half.ptx}x2.f32", self.a[register], values[1], values[0])
+
+    def end(self, acc):
+        pass
+
+
+# Accumulators -> y
+
+
+def _store_partials(k: Kernel, acc):
+    tile = k.tile
+    T.evaluate(T.cuda.cta_sync())  # all teams are done with the stages
+    partials = k.shared(tile.partials, "float32")
+    for f in range(tile.feature_tiles):
+        for j in range(tile.token_tiles):
+            for i in range(4):
+                token = (k.token_warp * tile.token_tiles + j) * 8 + k.lane % 4 * 2 + i % 2
+                feature = (k.feature_warp * tile.feature_tiles + f) * 16 + i // 2 * 8 + k.lane // 4
+                value = acc[4 * (f * tile.token_tiles + j) + i]
+                if tile.correct == "sums":
+                    value = value * T.float32(1 / k.weight.factor(i // 2))
+                if tile.tokens >= 8:
+                    T.buffer_store(partials, value, [k.team, token, feature])
+                else:
+                    with _when(token < tile.tokens):
+                        T.buffer_store(partials, value, [k.team, token, feature])
+    T.evaluate(T.cuda.cta_sync())
+
+
+def _reduce(k: Kernel, epilogue: Epilogue, buffers, y):
+    """Adds the teams' sums in order, applies the epilogue, rounds. Neighbouring threads store along a row of y."""
+    tile = k.tile
+    partials = k.shared(tile.partials, "float32")
+    total = T.alloc_local([1], "float32")
+    items = tile.tokens * tile.features
+    with T.serial(0, -(-items // tile.threads)) as i:
+        item = i * tile.threads + k.thread
+        token, feature = item // tile.features, item % tile.features
+        m, n = k.m0 + token, k.o0 * 16 + feature
+        with _when(tirx.all(item < items, m < k.M, n < k.N)):
+            _set(total, 0, partials[0, token, feature])
+            for team in range(1, tile.teams):
+                _set(total, 0, total[0] + partials[team, token, feature])
+            value = epilogue(total[0], _wide(m), _wide(n), buffers)
+            T.buffer_store(y, T.cast(value, str(y.dtype)), [_wide(m), _wide(n)])

@@ -1,0 +1,27 @@
+scheme w4a4(act: type = f16)
+    "int4 x int4, per-channel weights, per-token activations."
+
+weight {
+    code  q[n, k] : i4
+    scale s[n]    : f16
+    w ~ q * s
+}
+
+activation {
+    scale t[m]    : f32 = amax(abs(x)) / 7
+    code  a[m, k] : i4  = x / t
+    x ~ a * t
+}
+
+compute i4 -> i32
+output act
+
+quantize {
+    s = amax(abs(w)) / 7
+    q = w / s
+}
+
+layout pack_quantized {
+    q[n, (b l:8)] = "weight_packed"[n, b {l}] - 8 : i32
+    s[n]          = "weight_scale"[n, 1]          : f16
+}

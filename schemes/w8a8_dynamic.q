@@ -1,0 +1,32 @@
+scheme w8a8_dynamic(act: type = bf16)
+    "int8 x int8: weights per channel, activations quantized per token at run time."
+
+weight {
+    code  q[n, k] : i8
+    scale s[n]    : f32
+    w ~ q * s
+}
+
+activation {
+    scale t[m]    : f32 = amax(abs(x)) / 127
+    code  a[m, k] : i8  = x / t
+    x ~ a * t
+}
+
+compute i8 -> i32
+
+output act {
+    bias b[n] : act optional
+    y = acc + b
+}
+
+quantize {
+    s = amax(abs(w)) / 127
+    q = w / s
+}
+
+layout compressed_tensors {
+    q    = "weight"             : i8
+    s[n] = "weight_scale"[n, 1] : f32
+    b    = "bias"               : act
+}
