@@ -1,0 +1,78 @@
+"""A compiled artifact on disk: a directory with a manifest, one library per architecture, and the source.
+
+`open_artifact` reads the manifest and checks nothing else; `library` checks a file's digest before anyone loads it,
+because a library is code.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from qdsl.diagnostic import ArtifactError
+from qdsl.manifest import Manifest
+
+MANIFEST = "manifest.json"
+
+
+@dataclass(frozen=True)
+class Artifact:
+    path: Path
+    manifest: Manifest
+
+    def library(self, arch: str) -> Path:
+        """The library for an architecture, its digest checked; raises ArtifactError when it is damaged or missing."""
+        name = self.manifest.libraries[arch]
+        file = self.path / name
+        if not file.exists():
+            raise ArtifactError(f"{self.path}: `{name}` is missing; {self.remedy}")
+        found = sha256(file)
+        if found != self.manifest.digests[name]:
+            raise ArtifactError(
+                f"{file}: its sha256 is {found[:12]}…, the manifest says {self.manifest.digests[name][:12]}…; "
+                f"it was changed after compilation and will not be loaded; {self.remedy}"
+            )
+        return file
+
+    @property
+    def remedy(self) -> str:
+        m = self.manifest
+        params = "".join(f" -P {k}={v}" for k, v in m.params.items())
+        arch = "".join(f" --arch {a}" for a in m.libraries)
+        return f"remove {self.path} and run `qdsl compile {m.scheme}{params} --target {m.kind}{arch}`"
+
+    def __str__(self) -> str:
+        m = self.manifest
+        args = ", ".join(f"{k}={v}" for k, v in m.params.items())
+        lines = [f"{m.scheme}({args}) for {m.kind}: {', '.join(f'{a} in {f}' for a, f in m.libraries.items())}"]
+        lines += [f"  {b.tensor}{b.layout} in {b.dtype}" for b in m.buffers]
+        for v in m.variants:
+            limit = "any m" if v.m_max is None else f"m <= {v.m_max}"
+            lines.append(f"  {v.name} ({limit}): " + "; ".join(f"{s.function}({', '.join(s.args)})" for s in v.steps))
+        return "\n".join([*lines, *(f"  {note}" for note in m.notes)])
+
+
+def open_artifact(path: str | Path) -> Artifact:
+    """The artifact in a directory; raises ArtifactError naming what is wrong with it."""
+    path = Path(path)
+    if not path.is_dir():
+        raise ArtifactError(f"{path}: no such artifact directory; `qdsl compile` makes one")
+    try:
+        return Artifact(path.resolve(), Manifest.from_json((path / MANIFEST).read_text()))
+    except FileNotFoundError:
+        raise ArtifactError(f"{path}: no {MANIFEST}; this is not a compiled artifact") from None
+    except (json.JSONDecodeError, KeyError, ValueError, TypeError) as problem:
+        raise ArtifactError(f"{path / MANIFEST}: not readable ({problem}); remove {path} and compile again") from None
+
+
+@functools.lru_cache(maxsize=256)
+def _sha256(path: str, size: int, modified: int) -> str:
+    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+
+
+def sha256(path: Path) -> str:
+    stat = path.stat()
+    return _sha256(str(path), stat.st_size, stat.st_mtime_ns)

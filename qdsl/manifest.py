@@ -1,0 +1,103 @@
+"""What an artifact says about itself: `manifest.json` and the dataclasses it stands for.
+
+The manifest holds the declaration itself (the canonical text and the parameters), so whoever opens an artifact reads
+the same scheme the compiler read; beside it stand the kernel layouts, the variants and a digest of every file.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+
+from qdsl.dtype import DType
+from qdsl.layout import Axis, Digit, Lane, Layout, Run
+from qdsl.scheme import Scheme
+
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Buffer:
+    """One weight, activation or output tensor as kernels take it.
+
+    dtype    element type of the buffer, in numpy's spelling ("uint32", "float16", "bfloat16", …); packed words and
+             formats of at most 8 bits are unsigned integers
+    layout   from the tensor's logical bit patterns to those elements
+    """
+
+    tensor: str
+    dtype: str
+    layout: Layout
+
+
+@dataclass(frozen=True)
+class Step:
+    """One call: a function of the library and the tensors it takes, by name (`x`, `y`, or declared)."""
+
+    function: str
+    args: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Variant:
+    """The calls that serve up to `m_max` tokens (None: any number)."""
+
+    name: str
+    m_max: int | None
+    steps: tuple[Step, ...]
+
+
+@dataclass(frozen=True)
+class Manifest:
+    scheme: str
+    text: str
+    params: Mapping[str, int | str]
+    kind: str  # "cpu" or "cuda"
+    libraries: Mapping[str, str]  # architecture -> file
+    buffers: tuple[Buffer, ...]
+    variants: tuple[Variant, ...]
+    offset: float  # what a bit trick leaves in each code until its group is corrected (0: nothing)
+    max_k: int | None  # inputs beyond which an integer sum could overflow
+    notes: tuple[str, ...]
+    toolchain: Mapping[str, str]
+    digests: Mapping[str, str]  # file -> sha256
+    digest: str  # of everything that went into the compilation
+
+    def buffer(self, name: str) -> Buffer:
+        return next(b for b in self.buffers if b.tensor == name)
+
+    def to_json(self) -> str:
+        data = asdict(self)
+        for entry, buffer in zip(data["buffers"], self.buffers, strict=True):
+            entry["line"] = f"{buffer.tensor}{buffer.layout}"
+        return json.dumps({"format": FORMAT, **data}, indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> Manifest:
+        """The manifest back from its text; raises ValueError or KeyError when it is not one of this format."""
+        data = json.loads(text)
+        if data.pop("format") != FORMAT:
+            raise ValueError(f"not format {FORMAT}")
+        data["buffers"] = tuple(Buffer(b["tensor"], b["dtype"], _layout(b["layout"])) for b in data["buffers"])
+        data["variants"] = tuple(
+            Variant(v["name"], v["m_max"], tuple(Step(s["function"], tuple(s["args"])) for s in v["steps"]))
+            for v in data["variants"]
+        )
+        data["notes"] = tuple(data["notes"])
+        return Manifest(**data)
+
+
+def plain_params(scheme: Scheme) -> dict[str, int | str]:
+    """Parameters as JSON holds them: numbers, type names, "k"."""
+    return {name: str(v) if isinstance(v, DType) else v for name, v in scheme.params.items()}
+
+
+def _layout(data: Mapping) -> Layout:
+    def run(r: Mapping) -> Run:
+        lanes = tuple(Lane(lane["name"], tuple(lane["order"]) if lane["order"] else None) for lane in r["lanes"])
+        return Run(lanes, tuple(r["bits"]) if r["bits"] else None, r["pad"])
+
+    dims = tuple(tuple(Digit(d["name"], d["extent"]) for d in dim) for dim in data["dims"])
+    axes = tuple(Axis(tuple(a["digits"]), tuple(map(run, a["runs"]))) for a in data["axes"])
+    return Layout(dims, axes, data["bits"], data["word"])

@@ -1,0 +1,327 @@
+"""The float64 reference: what a scheme means, evaluated directly from its equations.
+
+Tensors are given as unsigned bit patterns of their logical shape (what `Layout.unpack` returns), keyed by declared
+name.  `linear` also returns an error bound derived from the declared types, so that no test needs a tolerance.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from qdsl.dtype import F32, DType
+from qdsl.expr import REDUCTIONS, Binary, Call, Digits, Expr, Item, Ref, evaluate
+from qdsl.scheme import AXES, Free, Gather, Group, Index, Operand, Scheme, Tensor, Transform, Var
+from qdsl.split import Split, split
+
+Patterns = Mapping[str, np.ndarray]
+
+
+# ---- tensors over the four axes ----------------------------------------------------------------------------------
+class _Axes:
+    """Expands tensors to arrays over (e, m, n, k), size 1 where they don't vary, and reduces them back."""
+
+    def __init__(self, scheme: Scheme, sizes: Mapping[str, int], patterns: Patterns):
+        self.scheme, self.sizes = scheme, sizes
+        self.values: dict[str, np.ndarray] = {}
+        self.groups: dict[str, np.ndarray] = {}  # index tensor -> the position each k names
+        for tensor in scheme.tensors:
+            if tensor.dtype.kind == "index" and tensor.name in patterns:
+                self.groups[tensor.name] = patterns[tensor.name].astype(np.int64)
+        for tensor in scheme.tensors:
+            if isinstance(tensor.value, tuple):
+                self.values[tensor.name] = tensor.dtype.round(np.array(tensor.value))
+            elif tensor.name in patterns and tensor.dtype.kind != "index":
+                decoded = tensor.dtype.decode(patterns[tensor.name])
+                free = tensor.role == "table" or any(isinstance(i, Free) for i in tensor.index)
+                self.values[tensor.name] = decoded if free else self.expand(tensor.index, decoded)
+
+    def expand(self, index: tuple[Index, ...], array: np.ndarray) -> np.ndarray:
+        shape = [1] * len(AXES)
+        order = []
+        for at, i in enumerate(index):
+            axis = "k" if isinstance(i, Gather) else i.axis
+            if isinstance(i, Group) and i.size is not None:
+                array = np.repeat(array, i.size, at)
+                array = array.take(range(self.sizes[axis]), at)
+            elif isinstance(i, Gather):
+                array = array.take(self.groups[i.tensor], at)
+            shape[AXES.index(axis)] = array.shape[at]
+            order.append(AXES.index(axis))
+        return array.transpose(np.argsort(order)).reshape(shape)
+
+    def reduce(self, call: Call, value: np.ndarray, index: tuple[Index, ...]) -> np.ndarray:
+        """Reduce `value` over everything `index` lacks, inside its groups; the result is expanded again."""
+        operation = REDUCTIONS[call.name]
+        ufunc = {"amax": np.maximum, "amin": np.minimum, "sum": np.add}[call.name]
+        by_axis = {"k" if isinstance(i, Gather) else i.axis: i for i in index}
+        for at, axis in enumerate(AXES):
+            i, size = by_axis.get(axis), value.shape[at]
+            if size == 1 or isinstance(i, Var):
+                continue
+            if isinstance(i, Gather):
+                ids = self.groups[i.tensor]
+                out = np.empty_like(value)
+                for group in np.unique(ids):
+                    members = np.flatnonzero(ids == group)
+                    part = operation(value.take(members, at), axis=at, keepdims=True)
+                    out[(slice(None),) * at + (members,)] = part
+                value = out
+            elif isinstance(i, Group) and i.size is not None:
+                part = ufunc.reduceat(value, range(0, size, i.size), axis=at)
+                value = np.repeat(part, i.size, at).take(range(size), at)
+            else:
+                value = operation(value, axis=at, keepdims=True)
+        return value
+
+    def collapse(self, tensor: Tensor, value: np.ndarray) -> np.ndarray:
+        """The logical tensor out of an expanded array."""
+        full = [self.sizes.get(axis, 1) if any(_axis(i) == axis for i in tensor.index) else 1 for axis in AXES]
+        value = np.broadcast_to(value, [max(f, 1) for f in full])
+        for i in tensor.index:
+            at = AXES.index(_axis(i))
+            if isinstance(i, Group):
+                value = value.take(range(0, value.shape[at], i.size or value.shape[at]), at)
+            elif isinstance(i, Gather):
+                ids = self.groups[i.tensor]
+                count = tensor.shape(self.sizes, self.scheme)[tensor.index.index(i)]
+                first = [int(np.argmax(ids == g)) for g in range(count)]
+                value = value.take(first, at) * np.isin(range(count), ids).reshape([-1 if a == at else 1 for a in range(4)])
+        order = [AXES.index(_axis(i)) for i in tensor.index]
+        rest = [a for a in range(4) if a not in order]
+        return value.transpose([*order, *rest]).reshape(tensor.shape(self.sizes, self.scheme))
+
+    def look_up(self, node: Expr) -> np.ndarray:
+        return self.values[node.name]
+
+    def evaluate(self, e: Expr, index: tuple[Index, ...] = ()) -> np.ndarray:
+        return evaluate(e, self.look_up, lambda call, value: self.reduce(call, value, index))
+
+
+def _axis(i: Index) -> str:
+    return "k" if isinstance(i, Gather) else i.axis
+
+
+# ---- weights -----------------------------------------------------------------------------------------------------
+def decode_weight(scheme: Scheme, patterns: Patterns, n: int, k: int) -> np.ndarray:
+    """The exact float64 weight, [n, k] (or [e, n, k] for experts), from its tensors' bit patterns."""
+    experts = next((patterns[t.name].shape[0] for t in scheme.weight.loaded if t.index[:1] == (Var("e"),)), 1)
+    sizes = {"e": experts, "m": 1, "n": n, "k": k}
+    value = _Axes(scheme, sizes, patterns).evaluate(scheme.weight.decode)
+    value = np.broadcast_to(value, (experts, 1, n, k))
+    return value[:, 0] if scheme.experts else value[0, 0]
+
+
+def quantize(scheme: Scheme, weight: np.ndarray, index: Patterns | None = None) -> dict[str, np.ndarray]:
+    """Bit patterns of every weight tensor, made from a float weight [n, k] by the scheme's `quantize` block.
+
+    `index` gives the index tensors of act-order schemes; the default is k // group.
+    """
+    if not scheme.quantize:
+        raise ValueError(f"{scheme.name} has no quantize block")
+    w = np.asarray(weight, np.float64)
+    w = w if w.ndim == 3 else w[None]
+    sizes = {"e": w.shape[0], "m": 1, "n": w.shape[1], "k": w.shape[2]}
+    result: dict[str, np.ndarray] = dict(index or {})
+    for tensor in scheme.weight.loaded:
+        if tensor.dtype.kind == "index" and tensor.name not in result:
+            size = tensor.extent.size if isinstance(tensor.extent, Group) else None
+            result[tensor.name] = (np.arange(sizes["k"]) // (size or sizes["k"])).astype(np.uint32)
+    axes = _Axes(scheme, sizes, result)
+    axes.values["w"] = w[:, None]
+    for name, value in scheme.quantize:
+        tensor = scheme.tensor(name)
+        pattern = tensor.dtype.encode(axes.collapse(tensor, axes.evaluate(value, tensor.index)))
+        result[name] = pattern
+        axes.values[name] = axes.expand(tensor.index, tensor.dtype.decode(pattern))
+    return result
+
+
+# ---- activations -------------------------------------------------------------------------------------------------
+def activate(
+    scheme: Scheme, x: np.ndarray, patterns: Patterns, phase: str = "", nudge: float = 0.0
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """(the float64 activation after quantization [m, k], patterns of every computed tensor).
+
+    `nudge` multiplies values by 1 + nudge before they round: how far a result can move when a kernel's arithmetic is
+    off by that much, which matters next to ties.
+    """
+    block = scheme.activation(phase)
+    if block is None:
+        return np.asarray(x, np.float64), {}
+    for transform in block.transforms:
+        x = apply_transform(transform, x, {t.name: t.dtype.decode(patterns[t.name]) for t in block.operand.loaded})
+    sizes = {"e": 1, "m": x.shape[0], "n": 1, "k": x.shape[1]}
+    axes = _Axes(scheme, sizes, {t.name: patterns[t.name] for t in block.operand.loaded})
+    axes.values["x"] = np.asarray(x, np.float64)[None, :, None, :]
+    computed = {}
+    for tensor in block.operand.tensors:
+        if isinstance(tensor.value, Expr):
+            value = axes.collapse(tensor, axes.evaluate(tensor.value, tensor.index)) * (1 + nudge)
+            computed[tensor.name] = tensor.dtype.encode(value)
+            axes.values[tensor.name] = axes.expand(tensor.index, tensor.dtype.decode(computed[tensor.name]))
+    value = axes.evaluate(block.operand.decode)
+    return np.broadcast_to(value, (1, x.shape[0], 1, x.shape[1]))[0, :, 0, :], computed
+
+
+def apply_transform(transform: Transform, x: np.ndarray, values: Mapping[str, np.ndarray]) -> np.ndarray:
+    """x after one transform: a product of tensors over named digits, summed over those the left side lacks."""
+    places = [p if isinstance(p, tuple) else (p,) for p in transform.places]
+    extent: dict[str, int] = {"m": x.shape[0], "k": x.shape[1]}
+    factors = [(x if name == "x" else values[name], args) for name, args in _product_items(transform.value)]
+    for array, args in sorted(factors, key=lambda f: any(len(a) > 1 for a in f[1])):  # whole indices fix the extents
+        for size, digits in zip(array.shape, args, strict=True):
+            known = int(np.prod([extent[d] for d in digits if d in extent]))
+            extent.update({d: size // known for d in digits if d not in extent})
+    letter = {d: chr(97 + at) for at, d in enumerate(extent)}
+    spelled = [[d for digits in args for d in digits] for _, args in factors]
+    out = [d for digits in places for d in digits]
+    spec = ",".join("".join(letter[d] for d in digits) for digits in spelled) + "->" + "".join(letter[d] for d in out)
+    arrays = [a.reshape([extent[d] for d in digits]) for (a, _), digits in zip(factors, spelled, strict=True)]
+    return np.einsum(spec, *arrays, optimize=True).reshape(x.shape[0], -1)
+
+
+def _product_items(e: Expr) -> list[tuple[str, tuple[tuple[str, ...], ...]]]:
+    """The tensors of a product, each with the digits of each of its indices."""
+    match e:
+        case Call("sum", (arg,)):
+            return _product_items(arg)
+        case Binary("*", left, right):
+            return _product_items(left) + _product_items(right)
+        case Item(name, args):
+            return [(name, tuple(a.names if isinstance(a, Digits) else (a.name,) for a in args))]
+        case _:
+            raise ValueError(f"`{e}` is not a product of indexed tensors, the only form a transform of x can have")
+
+
+# ---- the layer ---------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Result:
+    """y in float64 before its last rounding, and how far a right kernel's rounded result may be from it."""
+
+    y: np.ndarray
+    bound: np.ndarray
+
+
+def linear(
+    scheme: Scheme, x: np.ndarray, patterns: Patterns, n: int, *, phase: str = "", offset: float = 0.0
+) -> Result:
+    """The layer's output for x [m, k], with a bound derived from the declared types.
+
+    |y - kernel| <= (roundings of the operands) + (roundings of the sum) + (rounding of the output)
+
+    The operands round once to the compute type unless their core and factors are exact in it; the sum is a random walk
+    of k roundings of the accumulator, taken at twice its standard deviation; integer sums are exact.  `offset` is the
+    constant that a kernel's bit trick leaves in each code until the group is corrected: it enlarges the sum's terms.
+    """
+    m, k = x.shape
+    w = decode_weight(scheme, patterns, n, k)
+    block = scheme.activation(phase)
+    a, _ = activate(scheme, x, patterns, phase)
+    slack = np.zeros_like(a)
+    if block is not None:
+        for nudge in (-4 * F32.unit, 4 * F32.unit):
+            moved, _ = activate(scheme, x, patterns, phase, nudge)
+            slack = np.maximum(slack, np.abs(moved - a))
+    with np.errstate(invalid="ignore", over="ignore"):
+        acc = a @ w.T
+        terms = np.abs(a) @ np.abs(w).T
+        error = slack @ np.abs(w).T
+        compute, total = scheme.compute.operand, scheme.compute.accumulator
+        roundings = _roundings(scheme.weight, compute, "w") + (
+            _roundings(block.operand, compute, "x") if block else _loses(scheme.output.dtype, compute)
+        )
+        error = error + roundings * compute.unit * terms
+        unit = total.unit if total.is_float else 0.0
+        steps = (8 + 2 * np.sqrt(k)) * unit + 8 * F32.unit
+        error = error + steps * terms
+        if offset:
+            error = error + steps * offset * (np.abs(a) @ np.abs(_factor(scheme, patterns, n, k)).T)
+    return epilogue(scheme, acc, error, patterns)
+
+
+def epilogue(scheme: Scheme, acc: np.ndarray, error: np.ndarray, patterns: Patterns) -> Result:
+    """Apply the output block to a sum known to within `error`."""
+    m, n = acc.shape
+
+    def output(sum_: np.ndarray) -> np.ndarray:
+        sizes = {"e": 1, "m": m, "n": n, "k": 1}
+        absent = {t.name: np.zeros(t.shape({**sizes, "k": 1}), t.dtype.storage) for t in scheme.output.tensors}
+        given = {t.name: patterns[t.name] for t in scheme.output.tensors if t.name in patterns}
+        axes = _Axes(scheme, sizes, absent | given)
+        halves = scheme.output.half[1] if scheme.output.half else 1
+        parts = sum_.reshape(m, halves, -1)
+
+        def look_up(node: Expr) -> np.ndarray:
+            if isinstance(node, Item):  # acc[r = 0]
+                return parts[:, node.args[0].value]
+            if node == Ref("acc"):
+                return sum_
+            value = axes.values[node.name]
+            return value.reshape(value.shape[1:3])
+
+        return evaluate(scheme.output.value, look_up, lambda *_: None)
+
+    with np.errstate(invalid="ignore", over="ignore"):
+        y = output(acc)
+        spread = np.maximum(np.abs(output(acc + error) - y), np.abs(output(acc - error) - y))
+        operations = 16 * F32.unit * (np.abs(y) + np.abs(output(np.abs(acc))))
+        out = scheme.output.dtype
+        bound = 1.1 * spread + operations + 1.01 * out.unit * np.abs(y) + out.quantum
+    return Result(y, bound)
+
+
+def _roundings(operand: Operand, compute: DType, given: str) -> int:
+    found = split(operand, compute, given)
+    assert isinstance(found, Split), "checked schemes split"
+    if not compute.is_float or compute.bits < 16:
+        return 0
+    return int(not found.exact or found.fold is not None or found.epilogue is not None)
+
+
+def _loses(given: DType, compute: DType) -> int:
+    """Whether x rounds on its way to the multiplier."""
+    return int(not (given.precision <= compute.precision and given.max <= compute.max))
+
+
+def _factor(scheme: Scheme, patterns: Patterns, n: int, k: int) -> np.ndarray:
+    """|fold * epilogue| of the weight, spread over [n, k]."""
+    found = split(scheme.weight, scheme.compute.operand, "w")
+    assert isinstance(found, Split)
+    axes = _Axes(scheme, {"e": 1, "m": 1, "n": n, "k": k}, patterns)
+    value: np.ndarray = np.ones((1, 1, 1, 1))
+    for factor in (found.fold, found.promote, found.epilogue):
+        if factor is not None:
+            value = value * axes.evaluate(factor)
+    return np.broadcast_to(np.abs(value), (1, 1, n, k))[0, 0]
+
+
+# ---- data for tests ----------------------------------------------------------------------------------------------
+def random_patterns(
+    scheme: Scheme, rng: np.random.Generator, n: int, k: int, *, phase: str = "", experts: int = 1, free: Mapping[str, int] | None = None
+) -> dict[str, np.ndarray]:
+    """Random bit patterns of every loaded tensor: all codes occur, neighbouring groups' scales differ by up to 16."""
+    sizes = {"e": experts, "m": 1, "n": n, "k": k, **(free or {})}
+    result = {}
+    for t in (t for t in scheme.tensors if t.loaded):
+        shape = t.shape(sizes, scheme)
+        if t.dtype.kind == "index":
+            size = t.extent.size if isinstance(t.extent, Group) else None
+            result[t.name] = rng.permutation(np.arange(k) // (size or k)).astype(np.uint32)
+        elif t.role == "code" or (t.role == "zero" and t.dtype.bits <= 8 and t.dtype.is_integer):
+            result[t.name] = _finite_patterns(t.dtype, rng, shape)
+        elif t.role == "scale":
+            exponent = rng.integers(-2, 3, shape).astype(float)
+            base = 3.0 if t.dtype.is_integer else 2.0**-7
+            result[t.name] = t.dtype.encode(rng.uniform(0.5, 1, shape) * base * 2**exponent)
+        else:
+            scale = 64.0 if t.dtype.is_integer else 1.0
+            result[t.name] = t.dtype.encode(rng.standard_normal(shape) * scale)
+    return result
+
+
+def _finite_patterns(dtype: DType, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
+    pattern = rng.integers(0, 1 << dtype.bits, shape).astype(dtype.storage)
+    return np.where(np.isfinite(dtype.decode(pattern)), pattern, 0).astype(dtype.storage)
