@@ -118,7 +118,6 @@ class Tile:
     slice: int  # tiles of 64 along k in one stage
     stages: int  # stages of a team's ring
     resident: int | None = None  # CTAs that an SM must hold, a limit on registers; None: the compiler's choice
-    codes: str = "shared"
 
     def __post_init__(self):
         assert self.correct in ("sums", "weights"), self
@@ -223,7 +222,7 @@ class Stage:
         tile = self.tile
         blocks = tile.features // 16
         shapes = {"x": ((tile.tokens, 8 * tile.slice, 8), self.weight.compute)}
-        if tile.codes == "shared": shapes["q"] = ((blocks, tile.slice, 32, 4), "uint32")
+        shapes["q"] = ((blocks, tile.slice, 32, 4), "uint32")
         for role, dtype in self.weight.grouped.items():
             shapes[role] = ((blocks, self.steps, group_bytes(dtype)), "uint8")
         return shapes
@@ -391,42 +390,25 @@ def _when(condition):
 
 
 def _main_loop(k: Kernel):
-    """-> the warp's accumulators: [feature tile, token tile, register] as one array."""
-    tile, stages = k.tile, k.tile.stages
-    views = k.stage_views()
+    """-> the warp's accumulators, [feature tile, token tile, register] in one array.
+
+    Round i fills a stage with slice i and multiplies slice i - ahead. One loop does both, so that a short kernel
+    fetches few instructions: at M = 1 that costs as much time as its data.
+    """
+    tile = k.tile
+    views, ahead = k.stage_views(), tile.stages - 1
     acc = _zeros(4 * tile.feature_tiles * tile.token_tiles, "float32")
-    stride = tile.teams * tile.slice
-    first = k.team * tile.slice
+    stride, first = tile.teams * tile.slice, k.team * tile.slice
     count = (k.k_tiles - first + (stride - 1)) // stride  # slices of this team
-    if tile.codes == "registers":
-        nxt = _zeros(4 * tile.feature_tiles * tile.slice, "uint32")
-        cur = T.alloc_local([4 * tile.feature_tiles * tile.slice], "uint32")
-        def load_codes(i):
-            for f in range(tile.feature_tiles):
-                for l in range(tile.slice):
-                    position = i * stride + first + l
-                    o = k.o0 + k.feature_warp * tile.feature_tiles + f
-                    if tile.features > 16: o = tirx.min(o, k.o_tiles - 1)
-                    at = (f * tile.slice + l) * 4
-                    _ptx("ld.global.nc.L1::no_allocate.v4.b32", *[nxt[at + j] for j in range(4)], k.q.ptr_to([_wide(o), _wide(position), k.lane, 0]), pred=position < k.k_tiles, preserve_dst=True)
-        load_codes(T.int32(0))
-    else: cur = None
-    with T.serial(0, stages - 1) as i:
+    with T.serial(0, count + ahead, unroll=False) as i:
+        with _when(i >= ahead):
+            _ptx("cp.async.wait_group", ahead - 1)
+            _team_sync(k)  # slice i - ahead has landed, and nobody reads the slice before it any more
         with _when(i < count):
-            _fill(k, views, i * stride + first, i)
+            _fill(k, views, i * stride + first, tirx.truncmod(i, tile.stages))
         _ptx("cp.async.commit_group")
-    with T.serial(0, count) as i:
-        _ptx("cp.async.wait_group", stages - 2)
-        _team_sync(k)  # slice i has landed, and all are done with the stage of slice i - 1
-        ahead = i + (stages - 1)
-        if cur is not None:
-            for j in range(4 * tile.feature_tiles * tile.slice): _set(cur, j, nxt[j])
-            load_codes(i + 1)
-        with _when(ahead < count):
-            _fill(k, views, ahead * stride + first, tirx.truncmod(ahead, stages))
-        _ptx("cp.async.commit_group")
-        _multiply(k, views, acc, tirx.truncmod(i, stages), cur)
-    _ptx("cp.async.wait_group", 0)
+        with _when(i >= ahead):
+            _multiply(k, views, acc, tirx.truncmod(i - ahead, tile.stages))
     return acc
 
 
@@ -444,14 +426,14 @@ def _team_sync(k: Kernel):
 
 def _fill(k: Kernel, views, first, slot):
     """Starts the copies of the slice that begins at tile `first`. What lies outside of a tensor becomes zero."""
+    _fill_codes(k, views["q"], first, slot)
+    for role in k.weight.grouped:
+        _fill_groups(k, role, views[role], first, slot)
     with T.If(k.aligned):
         with T.Then():
             _fill_x(k, views["x"], first, slot)
         with T.Else():
             _fill_x_unaligned(k, views["x"], first, slot)
-    if "q" in views: _fill_codes(k, views["q"], first, slot)
-    for role in k.weight.grouped:
-        _fill_groups(k, role, views[role], first, slot)
 
 
 def _each(k: Kernel, total: int):
@@ -485,19 +467,14 @@ def _fill_x(k: Kernel, view, first, slot):
 
 def _fill_x_unaligned(k: Kernel, view, first, slot):
     """Number by number: K is no multiple of 8, or x begins off a 16-byte boundary."""
-    pieces, threads = 8 * k.tile.slice, k.tile.team_threads
-    total = k.tile.tokens * pieces
-    with T.serial(0, -(-total // threads)) as i:
+    columns, threads = 64 * k.tile.slice, k.tile.team_threads
+    with T.serial(0, k.tile.tokens * columns // threads, unroll=UNALIGNED) as i:
         item = i * threads + k.team_thread
-        r, c = item // pieces, item % pieces
-        m = k.m0 + r
-        with _when(item < total):
-            for e in range(8):
-                column = first * 64 + c * 8 + e
-                number = k.x[_wide(m), _wide(column)]
-                inside = tirx.all(m < k.M, column < k.K)
-                value = T.if_then_else(inside, number, tirx.const(0, k.weight.compute))
-                T.buffer_store(view, value, [k.team, slot, r, _piece(r, c), e])
+        r, c = item // columns, item % columns
+        m, column = k.m0 + r, first * 64 + c
+        inside = tirx.all(m < k.M, column < k.K)
+        value = T.if_then_else(inside, k.x[_wide(m), _wide(column)], tirx.const(0, k.weight.compute))
+        T.buffer_store(view, value, [k.team, slot, r, _piece(r, c // 8), c % 8])
 
 
 def _fill_codes(k: Kernel, view, first, slot):
@@ -527,14 +504,14 @@ def _fill_groups(k: Kernel, role: str, view, first, slot):
 # Stage -> accumulators
 
 
-def _multiply(k: Kernel, views, acc, slot, cur):
+def _multiply(k: Kernel, views, acc, slot):
     """acc += the warp's features x tokens over one slice."""
     tile, stage = k.tile, Stage(k.weight, k.tile)
     steps = (_SumStep if tile.correct == "sums" else _WeightStep)(k)
-    if cur is None: codes = T.alloc_local([4 * tile.feature_tiles], "uint32")
+    codes = T.alloc_local([4 * tile.feature_tiles], "uint32")
     b = T.alloc_local([4 * tile.token_tiles], "uint32")
     for s in range(4 * tile.slice):  # 16 of k
-        if s % 4 == 0 and cur is None:
+        if s % 4 == 0:
             for f in range(tile.feature_tiles):
                 at = [k.team, slot, k.feature_warp * tile.feature_tiles + f, s // 4, k.lane, 0]
                 _ptx("ld.shared.v4.b32", *(codes[4 * f + i] for i in range(4)), views["q"].ptr_to(at))
@@ -542,7 +519,7 @@ def _multiply(k: Kernel, views, acc, slot, cur):
             steps.begin(views, slot, 16 * s // stage.step)
         operands = _token_fragments(k, views["x"], slot, b, s)
         for f in range(tile.feature_tiles):
-            steps.multiply(acc, f, codes[4 * f + s % 4] if cur is None else cur[(f * tile.slice + s // 4) * 4 + s % 4], operands)
+            steps.multiply(acc, f, codes[4 * f + s % 4], operands)
         if 16 * (s + 1) % stage.step == 0:
             steps.end(acc)
 
@@ -568,6 +545,7 @@ def _token_fragments(k: Kernel, view, slot, b, s: int):
     return [(b[2 * j], b[2 * j + 1]) for j in range(tokens)]
 
 
+UNALIGNED = False
 LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
 
 
