@@ -109,7 +109,8 @@ class DType:
         if self.name == "f16":
             return pattern.astype(np.uint16).view(np.float16).astype(np.float64)
         if self.name == "bf16":
-            return (pattern.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
+            with np.errstate(invalid="ignore"):  # signalling NaNs become quiet ones
+                return (pattern.astype(np.uint32) << np.uint32(16)).view(np.float32).astype(np.float64)
         value = pattern.astype(np.int64)
         if self.kind in ("int", "index"):
             value = np.where(value >> (self.bits - 1), value - (1 << self.bits), value)
@@ -212,7 +213,8 @@ INDEX = DType("idx", "index", 32)
 WORDS = {name: DType(name, "int" if name[0] == "i" else "uint", int(name[1:])) for name in ("u16", "i16", "u32", "i64")}
 _SPECIAL = {"e4m3": "nan", "e5m2": "ieee"}
 _NAMED = {dtype.name: dtype for dtype in (F16, BF16, F32, I32, E8M0)}
-NAMES = (*_NAMED, *(f"u{b}" for b in range(1, 9)), *(f"i{b}" for b in range(2, 9)), "e4m3", "e5m2", "e3m2", "e2m3", "e2m1")
+_INTEGERS = (*(f"u{b}" for b in range(1, 9)), *(f"i{b}" for b in range(2, 9)))
+NAMES = (*_NAMED, *_INTEGERS, "e4m3", "e5m2", "e3m2", "e2m3", "e2m1")
 
 
 @functools.cache
