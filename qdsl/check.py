@@ -151,7 +151,9 @@ class _Checker:
         for name in given:
             if name not in declared:
                 label = did_you_mean(name, declared) if declared else "the scheme has no parameters"
-                self.report("unknown-parameter", f"`{self.file.name}` has no parameter `{name}`", self.file.name_span, label)
+                self.report(
+                    "unknown-parameter", f"`{self.file.name}` has no parameter `{name}`", self.file.name_span, label
+                )
         for p in self.file.params:
             value = self.attempt(self.parameter, p, given.get(p.name))
             if value is not None:
@@ -203,7 +205,9 @@ class _Checker:
         if found := dtypes.find(t.name):
             return found
         types = [name for name, v in self.params.items() if isinstance(v, DType)]
-        return self.fail("unknown-type", f"unknown type `{t.name}`", t.span, did_you_mean(t.name, [*dtypes.NAMES, *types]))
+        return self.fail(
+            "unknown-type", f"unknown type `{t.name}`", t.span, did_you_mean(t.name, [*dtypes.NAMES, *types])
+        )
 
     def stored_dtype(self, t: ast.TypeRef) -> DType:
         if t.arg is None and (word := dtypes.WORDS.get(t.name)):
@@ -218,7 +222,9 @@ class _Checker:
 
     def fold(self, e: Expr) -> Expr:
         e = e.map(self.fold)
-        if not isinstance(e, Number) and not any(isinstance(x, Ref | Item | Stored | ast.Store | ast.Words) for x in walk(e)):
+        if not isinstance(e, Number) and not any(
+            isinstance(x, Ref | Item | Stored | ast.Store | ast.Words) for x in walk(e)
+        ):
             if not isinstance(e, Half | Digits) and (value := constant(e)) is not None:
                 return Number(int(value) if value.is_integer() else value, span=e.span)
         return e
@@ -270,7 +276,9 @@ class _Checker:
         elif name in FUNCTIONS:
             count = FUNCTIONS[name][1]
         else:
-            self.fail("unknown-function", f"unknown function `{name}`", e.span, did_you_mean(name, [*FUNCTIONS, *REDUCTIONS]))
+            self.fail(
+                "unknown-function", f"unknown function `{name}`", e.span, did_you_mean(name, [*FUNCTIONS, *REDUCTIONS])
+            )
         if len(args) != count:
             self.fail("wrong-arguments", f"`{name}` takes {count} value{'s' * (count > 1)}", e.span, f"got {len(args)}")
         return replace(e, args=tuple(self.resolve(a, known, reductions) for a in args))
@@ -281,14 +289,20 @@ class _Checker:
 
     def tensor(self, d: ast.Decl, where: str) -> Tensor:
         if d.name in RESERVED:
-            self.fail("reserved-name", f"`{d.name}` is reserved", d.name_span, "m, n, k, e are indices; x, w, acc, y are given")
+            self.fail(
+                "reserved-name",
+                f"`{d.name}` is reserved",
+                d.name_span,
+                "m, n, k, e are indices; x, w, acc, y are given",
+            )
         dtype = self.dtype(d.type)
         extent = self.index(d.type.arg, where) if dtype.kind == "index" and d.type.arg is not None else None
         index = tuple(self.index(i, where) for i in d.index)
         self.check_role(d, dtype, index, where)
         value = self.value(d, dtype, where)
         tensor = Tensor(d.name, d.role, index, dtype, value, d.optional, extent, d.span)
-        if (other := self.tensors.get(d.name)) and not (where == "activation" and other == tensor):
+        other = self.tensors.get(d.name)
+        if other and not (where == "activation" and other == tensor and not self.in_weight(d.name)):
             line = other.span.source.position(other.span.start)[0] if other.span else 0
             self.fail("duplicate-name", f"`{d.name}` is declared twice", d.name_span, f"first declared on line {line}")
         self.tensors[d.name] = tensor
@@ -297,7 +311,11 @@ class _Checker:
     def check_role(self, d: ast.Decl, dtype: DType, index: tuple[Index, ...], where: str) -> None:
         if d.role == "code" and (dtype.bits > 8 or dtype.kind == "index"):
             self.fail("bad-type", f"a code has at most 8 bits, `{d.type}` has {dtype.bits}", d.type.span)
-        if d.role == "code" and where == "weight" and index not in ((Var("n"), Var("k")), (Var("e"), Var("n"), Var("k"))):
+        if (
+            d.role == "code"
+            and where == "weight"
+            and index not in ((Var("n"), Var("k")), (Var("e"), Var("n"), Var("k")))
+        ):
             self.fail("bad-index", "a weight code is indexed [n, k], or [e, n, k] for experts", d.span)
         if (d.role == "index") != (dtype.kind == "index"):
             self.fail("bad-type", "an index tensor, and only it, has type `idx(…)`", d.type.span)
@@ -307,7 +325,7 @@ class _Checker:
             self.fail("misplaced-declaration", "only tensors of the output block can be optional", d.span)
         tokens = where == "activation" or (where == "output" and d.role == "residual")
         for i in index:
-            if not tokens and i == Var("m") or (not tokens and isinstance(i, Group) and i.axis == "m"):
+            if (not tokens and i == Var("m")) or (not tokens and isinstance(i, Group) and i.axis == "m"):
                 self.fail("bad-index", f"`{d.name}` can't depend on m, the tokens", d.span,
                           "weights and biases are the same for every token")  # fmt: skip
 
@@ -315,7 +333,12 @@ class _Checker:
         if isinstance(d.value, tuple):
             size = self.index(d.index[0], where) if len(d.index) == 1 else None
             if d.role != "table" or not isinstance(size, Extent):
-                self.fail("bad-table", "constants need a table with one literal extent", d.span, "e.g. `table c[16] : f16 = {…}`")
+                self.fail(
+                    "bad-table",
+                    "constants need a table with one literal extent",
+                    d.span,
+                    "e.g. `table c[16] : f16 = {…}`",
+                )
             if size.size != len(d.value):
                 self.fail("table-size", f"`{d.name}` declares {size.size} entries and lists {len(d.value)}", d.span)
             return tuple(float(v.value) for v in d.value)
@@ -347,12 +370,19 @@ class _Checker:
                     return Group(axis, None)
                 if isinstance(size, Number) and isinstance(size.value, int) and size.value > 0:
                     return Group(axis, size.value)
-                self.fail("bad-index", f"`{right}` is no group size", right.span, "a positive whole number, or the axis itself")
+                self.fail(
+                    "bad-index",
+                    f"`{right}` is no group size",
+                    right.span,
+                    "a positive whole number, or the axis itself",
+                )
             case Binary("/", left, right):
                 self.fail("wrong-division", "an index uses floor division", e.span, f"write `{left} // {right}`")
             case Ref(name):
                 self.fail("bad-index", f"`{name}` is not an index", e.span, did_you_mean(name, [*AXES, *self.tensors]))
-        self.fail("bad-index", f"`{e}` is not an index", e.span, "an axis, `axis // size`, a number, or an index tensor")
+        self.fail(
+            "bad-index", f"`{e}` is not an index", e.span, "an axis, `axis // size`, a number, or an index tensor"
+        )
         raise AssertionError("unreachable")
 
     # ---- operands and output ------------------------------------------------------------------------------------
@@ -364,39 +394,68 @@ class _Checker:
 
     def decode(self, eq: ast.Equation, left: str, tensors: tuple[Tensor, ...]) -> Expr:
         if eq.name != left:
-            self.fail("wrong-left-side", f"this block approximates `{left}`, not `{eq.name}`", eq.name_span, f"write `{left} ~ …`")
+            self.fail(
+                "wrong-left-side",
+                f"this block approximates `{left}`, not `{eq.name}`",
+                eq.name_span,
+                f"write `{left} ~ …`",
+            )
         known = {t.name: t for t in tensors} | ({"x": None} if left == "x" else {})
         value = self.expr(eq.value, known)
         for node in walk(value):
             if isinstance(node, Item) and self.tensors[node.name].role != "table":
-                self.fail("not-a-table", f"`{node.name}` is not a table", node.span, "bare names stand for their own element")
-            if isinstance(node, Ref) and node.name in known and node.name != "x" and self.tensors[node.name].role == "table":
-                self.fail("table-without-code", f"table `{node.name}` needs a code", node.span, f"e.g. `{node.name}[q]`")
-            if isinstance(node, Ref) and node.name in known and node.name != "x" and self.tensors[node.name].role == "index":
+                self.fail(
+                    "not-a-table", f"`{node.name}` is not a table", node.span, "bare names stand for their own element"
+                )
+            if (
+                isinstance(node, Ref)
+                and node.name in known
+                and node.name != "x"
+                and self.tensors[node.name].role == "table"
+            ):
+                self.fail(
+                    "table-without-code", f"table `{node.name}` needs a code", node.span, f"e.g. `{node.name}[q]`"
+                )
+            if (
+                isinstance(node, Ref)
+                and node.name in known
+                and node.name != "x"
+                and self.tensors[node.name].role == "index"
+            ):
                 self.fail("not-a-value", f"`{node.name}` is an index, not a value", node.span)
         return value
 
     def activation(self, block: ast.Activation) -> Activation | None:
         before = dict(self.tensors)
+        # What another phase computes is its own; what it loads may serve this phase too, declared alike.
+        self.tensors = {name: t for name, t in before.items() if not isinstance(t.value, Expr)}
         tensors: list[Tensor] = []
         transforms: list[Transform] = []
         for item in block.decls:
             if isinstance(item, ast.Decl):
+                if any(t.name == item.name for t in tensors):
+                    self.report("duplicate-name", f"`{item.name}` is declared twice", item.name_span, "in this block")
                 tensors += self.declare([item], "activation")
             elif (t := self.attempt(self.transform, item)) is not None:
                 transforms.append(t)
         decode = self.attempt(self.decode, block.decode, "x", tuple(tensors))
         if decode is not None and "x" in names(decode) and any(t.role == "code" for t in tensors):
-            self.report("wrong-left-side", "x is approximated by its codes, so it can't appear on the right", block.decode.span)
+            self.report(
+                "wrong-left-side", "x is approximated by its codes, so it can't appear on the right", block.decode.span
+            )
         self.tensors = {**before, **{t.name: t for t in tensors}}
-        return Activation(block.name, Operand(tuple(tensors), decode), tuple(transforms)) if decode is not None else None
+        return (
+            Activation(block.name, Operand(tuple(tensors), decode), tuple(transforms)) if decode is not None else None
+        )
 
     def transform(self, eq: ast.Equation) -> Transform:
         if eq.name != "x":
             self.fail("wrong-left-side", "only x can be transformed", eq.name_span)
         places = tuple(p.names if isinstance(p, Digits) else p.name for p in eq.places or ())
         if not places or places[0] != "m" or len(places) != 2:
-            self.fail("bad-index", "a transform defines x at a token and a feature", eq.span, "`x[m, k]` or `x[m, (c d)]`")
+            self.fail(
+                "bad-index", "a transform defines x at a token and a feature", eq.span, "`x[m, k]` or `x[m, (c d)]`"
+            )
         digits = {n for node in walk(eq.value) if isinstance(node, Digits) for n in node.names}
         digits |= {n for p in places for n in (p if isinstance(p, tuple) else (p,))}
         known = {"x": None, "m": None, "k": None, **dict.fromkeys(digits | self.free), **self.tensors}
@@ -409,14 +468,19 @@ class _Checker:
         if block.half is not None:
             extents = [d.extent for d in block.half.digits]
             if block.half.name != "n" or len(extents) != 2 or not isinstance(extents[0], int) or extents[1] is not None:
-                self.report("bad-half", "`half` splits n into a counted digit and the rest", block.half.span, "`half n = (r:2 j)`")
+                self.report(
+                    "bad-half",
+                    "`half` splits n into a counted digit and the rest",
+                    block.half.span,
+                    "`half n = (r:2 j)`",
+                )
             else:
                 half = (block.half.digits[0].name, extents[0])
-        known: dict[str, object] = {"acc": None, **{t.name: t for t in tensors}}
+        known: dict[str, object] = {"acc": None, **{t.name: t for t in tensors}, **self.outside_the_sum()}
         value: Expr = Ref("acc")
         local: dict[str, Expr] = {}
         for eq in block.equations:
-            resolved = self.attempt(self.expr, eq.value, known)
+            resolved = self.attempt(self.output_value, eq, known)
             if resolved is None:
                 continue
             value = local[eq.name] = substitute(resolved, local)
@@ -430,6 +494,25 @@ class _Checker:
             if t.optional and any(isinstance(n, Item) and n.name == t.name for n in walk(value)):
                 self.report("bad-index", f"`{t.name}` is used with an index", t.span)
         return Output(dtype, tensors, value, half)
+
+    def outside_the_sum(self) -> dict[str, Tensor]:
+        """Scales and zeros of the operands that the output may use: free of k, and there in every phase."""
+        phases = [{d.name for d in b.decls if isinstance(d, ast.Decl)} for b in self.blocks(ast.Activation)]
+        shared = set.intersection(*phases) if phases else set()
+        return {
+            name: t
+            for name, t in self.tensors.items()
+            if (self.in_weight(name) or name in shared)
+            and t.role in ("scale", "zero", "param")
+            and not any(i in (Var("k"), Var("e")) or isinstance(i, Gather | Free) or _grouped(i) for i in t.index)
+        }
+
+    def output_value(self, eq: ast.Equation, known: Mapping[str, object]) -> Expr:
+        for node in walk(eq.value):
+            if isinstance(node, Ref) and node.name in self.tensors and node.name not in known:
+                self.fail("inside-the-sum", f"`{node.name}` can't be used on the finished sum", node.span,
+                          "only scales and zeros that do not depend on k, in every phase, can")  # fmt: skip
+        return self.expr(eq.value, known)
 
     def check_halves(self, value: Expr, half: tuple[str, int]) -> None:
         for node in walk(value):
@@ -447,7 +530,9 @@ class _Checker:
                 self.report("duplicate-block", f"a second activation block{f' `{name}`' if name else ''}", head,
                             "give each phase a name of its own")  # fmt: skip
         if len(blocks) > 1 and any(not b.name for b in blocks):
-            self.report("duplicate-block", "several activation blocks need names", blocks[0].span, "`activation prefill {…}`")
+            self.report(
+                "duplicate-block", "several activation blocks need names", blocks[0].span, "`activation prefill {…}`"
+            )
 
     # ---- quantize, require, schedule ----------------------------------------------------------------------------
     def quantize(self) -> tuple[tuple[str, Expr], ...]:
@@ -460,7 +545,9 @@ class _Checker:
         local: dict[str, Expr] = {}
         result = []
         for eq in block.equations:
-            value = self.attempt(lambda eq=eq: self.expr(eq.value, {**known, **dict.fromkeys(self.constants())}, reductions=True))
+            value = self.attempt(
+                lambda eq=eq: self.expr(eq.value, {**known, **dict.fromkeys(self.constants())}, reductions=True)
+            )
             if value is None:
                 continue
             if eq.name in RESERVED:
@@ -515,7 +602,12 @@ class _Checker:
                 continue
             if block.name in found:
                 head = Span(block.span.source, block.span.start, block.span.start + len("layout"))
-                self.report("duplicate-block", f"a second layout `{block.name}`", head, "one name, one layout for given parameters")
+                self.report(
+                    "duplicate-block",
+                    f"a second layout `{block.name}`",
+                    head,
+                    "one name, one layout for given parameters",
+                )
             found[block.name] = self.layout(block)
         return found
 
@@ -526,11 +618,17 @@ class _Checker:
                 again = [x for x in block.bindings if x.tensor == name][1]
                 self.report("duplicate-binding", f"`{name}` is bound twice in layout `{block.name}`", again.tensor_span)
         bound = {x.tensor for x in block.bindings}
-        wanted = [t for t in self.tensors.values() if t.loaded and not t.optional and t.role not in ("bias", "residual")]
+        wanted = [
+            t for t in self.tensors.values() if t.loaded and not t.optional and t.role not in ("bias", "residual")
+        ]
         missing = [t.name for t in wanted if t.name not in bound]
         if missing:
             head = Span(block.span.source, block.span.start, block.span.start + len("layout"))
-            self.report("missing-binding", f"layout `{block.name}` does not say where {', '.join(f'`{n}`' for n in missing)} lies", head)
+            self.report(
+                "missing-binding",
+                f"layout `{block.name}` does not say where {', '.join(f'`{n}`' for n in missing)} lies",
+                head,
+            )
         return Storage(block.name, tuple(bindings), block.record)
 
     def applies(self, condition: tuple[Expr, str, Expr]) -> bool:
@@ -546,13 +644,23 @@ class _Checker:
             what = "is not loaded" if tensor else "is not declared"
             self.fail("unknown-tensor", f"`{x.tensor}` {what}", x.tensor_span, did_you_mean(x.tensor, loaded))
         if (x.offset is None) != (block.record is None):
-            self.fail("bad-record", "bindings of a record, and only they, have an offset", x.span, "`layout name record 18 { … @ 0 : f16 }`")
+            self.fail(
+                "bad-record",
+                "bindings of a record, and only they, have an offset",
+                x.span,
+                "`layout name record 18 { … @ 0 : f16 }`",
+            )
         stored = self.stored_dtype(x.type)
         value, words, store = self.convention(x, tensor)
         per_expert = "{e}" in store.name
         index = tensor.index[1:] if per_expert and tensor.index[:1] == (Var("e"),) else tensor.index
         if per_expert and tensor.index[:1] != (Var("e"),):
-            self.fail("bad-template", f"`{x.tensor}` has no expert index", x.span, "only tensors indexed [e, …] lie once per expert")
+            self.fail(
+                "bad-template",
+                f"`{x.tensor}` has no expert index",
+                x.span,
+                "only tensors indexed [e, …] lie once per expert",
+            )
         layout = self.digits(x, store, tensor, index, stored)
         self.check_types(x, tensor, stored, value, layout)
         return Binding(x.tensor, store.name, stored, layout, value, words, x.offset, x.span)
@@ -568,11 +676,21 @@ class _Checker:
         value = x.value
         if wrapped:
             if store.axes is not None:
-                self.fail("bad-convention", "inside `words(…)` the name stands alone", store.span, "put the axes after the parenthesis")
+                self.fail(
+                    "bad-convention",
+                    "inside `words(…)` the name stands alone",
+                    store.span,
+                    "put the axes after the parenthesis",
+                )
             inner = self.fold(self.resolve(_replace(wrapped[0].arg, store, Stored()), {}, False))
             amount = _added(inner)
             if amount is None:
-                self.fail("bad-convention", "`words(…)` adds a constant to each word", wrapped[0].span, 'e.g. `words("qzeros" + ones(4))`')
+                self.fail(
+                    "bad-convention",
+                    "`words(…)` adds a constant to each word",
+                    wrapped[0].span,
+                    'e.g. `words("qzeros" + ones(4))`',
+                )
             words = amount
             value = _replace(value, wrapped[0], Stored())
             store = replace(store, axes=wrapped[0].axes)
@@ -586,12 +704,16 @@ class _Checker:
             self.fail("bad-convention", "integers are shifted by + or -, modulo their range", x.value.span)
         return value, words, store
 
-    def digits(self, x: ast.Binding, store: ast.Store, tensor: Tensor, index: tuple[Index, ...], stored: DType) -> Layout:
+    def digits(
+        self, x: ast.Binding, store: ast.Store, tensor: Tensor, index: tuple[Index, ...], stored: DType
+    ) -> Layout:
         if (x.logical is None) != (store.axes is None):
             self.fail("rank", "digits are named on both sides or on neither", x.span)
         if x.logical is None:
             names_ = "abcdefgh"[: len(index)]
-            return Layout(tuple((Digit(n),) for n in names_), tuple(Axis((n,)) for n in names_), tensor.dtype.bits, stored.bits)
+            return Layout(
+                tuple((Digit(n),) for n in names_), tuple(Axis((n,)) for n in names_), tensor.dtype.bits, stored.bits
+            )
         if len(x.logical) != len(index):
             self.fail("rank", f"`{tensor.name}` has {len(index)} indices, the layout splits {len(x.logical)}", x.tensor_span,
                       f"declared `{tensor.name}[{', '.join(map(str, tensor.index))}]`")  # fmt: skip
@@ -618,7 +740,9 @@ class _Checker:
         if isinstance(d.extent, str):
             value = self.params.get(d.extent)
             if not isinstance(value, int):
-                self.fail("unknown-name", f"`{d.extent}` is no size parameter", d.span, did_you_mean(d.extent, self.params))
+                self.fail(
+                    "unknown-name", f"`{d.extent}` is no size parameter", d.span, did_you_mean(d.extent, self.params)
+                )
             return value
         if d.extent is not None and d.extent < 1:
             self.fail("open-extent", "an extent is at least 1", d.span)
@@ -631,9 +755,19 @@ class _Checker:
             match item:
                 case str():
                     if runs:
-                        self.fail("bad-axis", "digits come before the braces", a.span, "a run of words is the fastest part of its axis")
+                        self.fail(
+                            "bad-axis",
+                            "digits come before the braces",
+                            a.span,
+                            "a run of words is the fastest part of its axis",
+                        )
                     if item not in seen:
-                        self.fail("digit-unknown", f"`{item}` is not a digit of the left side", a.span, did_you_mean(item, seen))
+                        self.fail(
+                            "digit-unknown",
+                            f"`{item}` is not a digit of the left side",
+                            a.span,
+                            did_you_mean(item, seen),
+                        )
                     digits.append(item)
                 case int():
                     if item != 1 or len(a.items) > 1:
@@ -641,7 +775,12 @@ class _Checker:
                 case ast.RunRef():
                     for lane in item.lanes:
                         if lane.name not in seen:
-                            self.fail("digit-unknown", f"`{lane.name}` is not a digit of the left side", lane.span, did_you_mean(lane.name, seen))
+                            self.fail(
+                                "digit-unknown",
+                                f"`{lane.name}` is not a digit of the left side",
+                                lane.span,
+                                did_you_mean(lane.name, seen),
+                            )
                     runs.append(Run(tuple(self.lane(lane, seen) for lane in item.lanes), item.bits, item.pad))
         return Axis(tuple(digits), tuple(runs))
 
@@ -649,10 +788,14 @@ class _Checker:
         if lane.order is not None:
             extent = self.digit_extent(seen[lane.name]) or len(lane.order)
             if sorted(lane.order) != list(range(extent)):
-                self.fail("bad-order", f"the order of `{lane.name}` is not a permutation of 0 to {extent - 1}", lane.span)
+                self.fail(
+                    "bad-order", f"the order of `{lane.name}` is not a permutation of 0 to {extent - 1}", lane.span
+                )
         return Lane(lane.name, lane.order)
 
-    def check_use(self, x: ast.Binding, store: ast.Store, seen: Mapping[str, ast.DigitRef], axes: tuple[Axis, ...]) -> None:
+    def check_use(
+        self, x: ast.Binding, store: ast.Store, seen: Mapping[str, ast.DigitRef], axes: tuple[Axis, ...]
+    ) -> None:
         used = Counter(n for a in axes for n in a.digits)
         packed = [a for a in axes if a.runs]
         if len(packed) > 1:
@@ -682,7 +825,12 @@ class _Checker:
             sizes = [extents[lane.name] for lane in run.lanes]
             if None in sizes:
                 open_ = next(lane.name for lane in run.lanes if extents[lane.name] is None)
-                self.fail("open-extent", f"the extent of `{open_}` is open, but a word must be full", ref.span, f"give it, e.g. `{open_}:8`")
+                self.fail(
+                    "open-extent",
+                    f"the extent of `{open_}` is open, but a word must be full",
+                    ref.span,
+                    f"give it, e.g. `{open_}:8`",
+                )
             low, width = run.bits or (0, layout.bits)
             covered.update(range(low, low + width))
             total = math.prod(s for s in sizes if s) * width + run.pad
@@ -699,18 +847,37 @@ class _Checker:
         if packed:
             return
         if declared.is_float and not stored.is_float and stored.bits != declared.bits:
-            self.fail("type-mismatch", f"`{tensor.name}` is {declared}, stored as {stored}", x.type.span, "store its bits, or a float")
+            self.fail(
+                "type-mismatch",
+                f"`{tensor.name}` is {declared}, stored as {stored}",
+                x.type.span,
+                "store its bits, or a float",
+            )
         if declared.is_float and stored.is_float:
-            exact = stored.precision <= declared.precision and stored.max <= declared.max and stored.quantum >= declared.quantum
+            exact = (
+                stored.precision <= declared.precision
+                and stored.max <= declared.max
+                and stored.quantum >= declared.quantum
+            )
             if not exact and value == Stored():
-                self.fail("type-mismatch", f"not every {stored} is a {declared}", x.type.span, f"declare `{tensor.name}` as {stored}")
+                self.fail(
+                    "type-mismatch",
+                    f"not every {stored} is a {declared}",
+                    x.type.span,
+                    f"declare `{tensor.name}` as {stored}",
+                )
         if not declared.is_float and (stored.is_float or stored.bits < declared.bits):
             self.fail("type-mismatch", f"`{tensor.name}` is {declared}, stored as {stored}", x.type.span)
 
     # ---- the multiplier -----------------------------------------------------------------------------------------
     def compute(self, scheme: Scheme, block: ast.Compute) -> None:
         if scheme.compute.operand.kind == "index" or scheme.compute.accumulator.bits < 16:
-            self.report("bad-type", "compute needs an operand type and a wide accumulator", block.span, "e.g. `compute f16 -> f32`")
+            self.report(
+                "bad-type",
+                "compute needs an operand type and a wide accumulator",
+                block.span,
+                "e.g. `compute f16 -> f32`",
+            )
             return
         if scheme.compute.operand.is_float != scheme.compute.accumulator.is_float:
             self.report("bad-type", f"products of {block.operand} can't be summed in {block.accumulator}", block.span)
@@ -725,6 +892,10 @@ class _Checker:
                         "add an `activation` block, or compute in f16")  # fmt: skip
 
 
+def _grouped(i: Index) -> bool:
+    return isinstance(i, Group) and i.axis == "k" and i.size is not None
+
+
 # ---- value conventions -------------------------------------------------------------------------------------------
 def _replace(e: Expr, old: Expr, new: Expr) -> Expr:
     return new if e is old else e.map(lambda child: _replace(child, old, new))
@@ -737,7 +908,9 @@ def _invertible(e: Expr) -> bool:
         case Negate(arg):
             return _invertible(arg)
         case Binary("+" | "-" | "*" | "/", left, right):
-            return (_invertible(left) and constant(right) is not None) or (_invertible(right) and constant(left) is not None)
+            return (_invertible(left) and constant(right) is not None) or (
+                _invertible(right) and constant(left) is not None
+            )
         case _:
             return False
 

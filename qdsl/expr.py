@@ -262,8 +262,9 @@ def evaluate(e: Expr, look_up: Callable[[Expr], np.ndarray], reduce: Callable[[C
                 with np.errstate(all="ignore"):
                     return FUNCTIONS[node.name][0](*map(value, node.args))
             case Item() if node.args and not isinstance(node.args[0], Half | Digits):
-                table = look_up(Ref(node.name))
-                return table[value(node.args[0]).astype(np.intp)]
+                table, position = look_up(Ref(node.name)), value(node.args[0]).astype(np.intp)
+                inside = (position >= 0) & (position < len(table))  # a code beyond the table means 0
+                return np.where(inside, table[np.where(inside, position, 0)], 0.0)
             case _:
                 return look_up(node)
 
@@ -365,10 +366,16 @@ def interval(e: Expr, of: Callable[[Expr], Range]) -> Range:
             return _fixed(low, high, min(a.quantum, b.quantum))
         case Binary(op="*"):
             a, b = interval(e.left, of), interval(e.right, of)
-            return Range(*_corners(lambda x, y: x * y, a, b), a.quantum * b.quantum, a.bits + b.bits - (1 in (a.bits, b.bits)))
+            return Range(
+                *_corners(lambda x, y: x * y, a, b), a.quantum * b.quantum, a.bits + b.bits - (1 in (a.bits, b.bits))
+            )
         case Binary(op="//") if (divisor := constant(e.right)) and divisor > 0:
             a = interval(e.left, of)
-            return _fixed(math.floor(a.low / divisor), math.floor(a.high / divisor), 1.0) if math.isfinite(a.size) else REAL
+            return (
+                _fixed(math.floor(a.low / divisor), math.floor(a.high / divisor), 1.0)
+                if math.isfinite(a.size)
+                else REAL
+            )
         case Binary(op="%") if (divisor := constant(e.right)) and divisor > 0:
             a = interval(e.left, of)
             if a.quantum >= 1 and float(divisor).is_integer():
@@ -387,7 +394,7 @@ def interval(e: Expr, of: Callable[[Expr], Range]) -> Range:
             return replace(a, low=max(0.0, a.low), high=max(0.0, a.high))
         case Call(name="exp2"):
             a = interval(e.args[0], of)
-            if a.quantum >= 1 and -1000 <= a.low and a.high <= 1000:
+            if a.quantum >= 1 and a.low >= -1000 and a.high <= 1000:
                 return Range(2.0**a.low, 2.0**a.high, 2.0**a.low, 1)
             return REAL
         case Call(name="round" | "floor" | "ceil"):

@@ -1,0 +1,40 @@
+"""Options and markers of the whole suite."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+
+def pytest_addoption(parser):
+    parser.addoption("--update-golden", action="store_true", help="rewrite the expected texts that tests compare with")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a CUDA GPU")
+    config.addinivalue_line("markers", "slow: takes more than a few seconds")
+
+
+def pytest_collection_modifyitems(items):
+    gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if not gpu:
+        return  # and torch, which takes seconds to import, stays out
+    import torch
+
+    if not torch.cuda.is_available():
+        for item in gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+
+
+@pytest.fixture
+def golden(request):
+    """Compare a text with a file, exactly; `--update-golden` writes the file instead."""
+
+    def compare(path: Path, text: str) -> None:
+        if request.config.getoption("--update-golden"):
+            path.write_text(text)
+        assert path.exists(), f"{path} is missing; run pytest --update-golden and read what it writes"
+        assert text == path.read_text()
+
+    return compare
