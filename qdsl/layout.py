@@ -88,7 +88,9 @@ class Layout:
     # ---- extents ------------------------------------------------------------------------------------------------
     def extents(self, shape: Sequence[Any]) -> dict[str, Any]:
         """The extent of every digit for a logical shape (of ints, or of symbolic sizes)."""
-        orders = {lane.name: len(lane.order) for axis in self.axes for run in axis.runs for lane in run.lanes if lane.order}
+        orders = {
+            lane.name: len(lane.order) for axis in self.axes for run in axis.runs for lane in run.lanes if lane.order
+        }
         extent: dict[str, Any] = {}
         for size, dim in zip(shape, self.dims, strict=True):
             known = {d.name: d.extent or orders.get(d.name) for d in dim}
@@ -199,7 +201,9 @@ class Layout:
 
     def _unpack_runs(self, x: np.ndarray, runs: tuple[Run, ...], extent: dict[str, int]) -> np.ndarray:
         lanes, start = runs[0].lanes, 0
-        out = np.zeros((*x.shape[:-1], *(extent[lane.name] for lane in lanes)), f"uint{max(8, 1 << (self.bits - 1).bit_length())}")
+        out = np.zeros(
+            (*x.shape[:-1], *(extent[lane.name] for lane in lanes)), f"uint{max(8, 1 << (self.bits - 1).bit_length())}"
+        )
         for run in runs:
             values = self._lane_values(run, lanes, extent)
             for position, offset, width, low in self._fields(run, extent):

@@ -119,7 +119,9 @@ def _when(block: ast.Layout | ast.Schedule) -> str:
 def _tight(before: ast.Block, after: ast.Block) -> bool:
     """Requirements stand together, and a bare output line stands under the compute line."""
     bare = isinstance(after, ast.Output) and not after.equations
-    return (isinstance(before, ast.Compute) and bare) or isinstance(before, ast.Require) is isinstance(after, ast.Require) is True
+    return (isinstance(before, ast.Compute) and bare) or isinstance(before, ast.Require) is isinstance(
+        after, ast.Require
+    ) is True
 
 
 def _param(p: ast.Param) -> str:
@@ -158,7 +160,9 @@ def _columns(rows: list[list[str]]) -> list[str]:
         for i, cell in enumerate(row):
             if any(row[i + 1 :]):
                 width[i] = max(width.get(i, 0), len(cell))
-    return [" ".join(c.ljust(width.get(i, 0)) for i, c in enumerate(row) if width.get(i, 0) or c).rstrip() for row in rows]
+    return [
+        " ".join(c.ljust(width.get(i, 0)) for i, c in enumerate(row) if width.get(i, 0) or c).rstrip() for row in rows
+    ]
 
 
 def _decls(run: Sequence[ast.Decl]) -> list[str]:
@@ -203,5 +207,3 @@ def _equation(e: ast.Equation) -> str:
     if e.op == "transform":
         return f"transform {e.name}{places} = {e.value}"
     return f"{e.name}{places} {e.op} {e.value}"
-
-

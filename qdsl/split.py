@@ -76,7 +76,8 @@ def split(operand: Operand, compute: DType, given: str) -> Split | Diagnostic:
             for index in tensors[name].index if name in tensors else ():
                 if index == Var("k"):
                     return 2
-                if isinstance(index, Gather) or (isinstance(index, Group) and index.axis == "k" and index.size is not None):
+                grouped = isinstance(index, Group) and index.axis == "k" and index.size is not None
+                if grouped or isinstance(index, Gather):
                     found = 1
         return found
 
@@ -109,16 +110,21 @@ def split(operand: Operand, compute: DType, given: str) -> Split | Diagnostic:
             core = core.right if core.op == "+" else Negate(core.right)
         else:
             break
+    inner: list[Expr] = []
+    if offsets:  # what an offset hid inside the core: `(q * r + z) * s` multiplies q alone
+        parts = _factors(core)
+        core = product([f for f in parts if level(f) == 2]) or Number(1)
+        inner = [f for f in parts if level(f) < 2]
     found = interval(core, of)
     exact = given in names(core) or found.fits(compute)
     if not exact and not (compute.is_float and compute.bits >= 16):
         return _inexact(core, found, compute, tensors)
-    group = product(factors[1])
-    for offset in offsets:
-        constant.append(product([offset, *factors[1], *factors[0]]))
-    epilogue = product(factors[0])
-    if constant and epilogue is not None:  # the sum was taken over whole terms, so nothing may be left outside it
-        group, epilogue = product([*factors[1], *factors[0]]), None
+    epilogue = factors[0]
+    grouping = factors[1]
+    if constant:  # these terms stand outside the product, so no factor can wait until after the sum
+        grouping, epilogue = [*grouping, *epilogue], []
+    constant += [term for offset in offsets if (term := product([offset, *grouping]))]
+    group = product([*inner, *grouping])
     correction: Expr | None = None
     for term in constant:
         correction = term if correction is None else Binary("+", correction, term)
@@ -128,7 +134,7 @@ def split(operand: Operand, compute: DType, given: str) -> Split | Diagnostic:
         core,
         group if folds else None,
         None if folds else group,
-        epilogue,
+        product(epilogue),
         correction,
         _group_sizes(grouped, tensors),
         any(isinstance(i, Gather) for e in grouped for n in names(e) if n in tensors for i in tensors[n].index),
@@ -173,5 +179,3 @@ def _inexact(core: Expr, found: Range, compute: DType, tensors: Mapping[str, Ten
         "inexact-operand", f"`{core}` does not fit the compute type", core.span, label,
         notes=[note] if note else (), fix=f"compute in {wider}, or cast explicitly: `{compute}({core})`",
     )  # fmt: skip
-
-
