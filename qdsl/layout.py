@@ -165,7 +165,7 @@ class Layout:
         names, order = [d.name for dim in self.dims for d in dim], self._order
         x = x.transpose([order.index(name) for name in names])
         x = x.reshape([math.prod(extent[d.name] for d in dim) for dim in self.dims])
-        return np.ascontiguousarray(x[tuple(slice(size) for size in shape)])
+        return np.asarray(x[tuple(slice(size) for size in shape)], order="C")  # a scalar stays a scalar
 
     @property
     def _word_type(self) -> np.dtype:

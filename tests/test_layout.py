@@ -135,7 +135,7 @@ def test_kernel_layout_is_what_wgmma_reads():
 @st.composite
 def layouts(draw, rank: int | None = None, bits: int | None = None) -> Layout:
     """Any layout the language can declare: split digits, orders, bit ranges, padded words."""
-    rank = rank or draw(st.integers(1, 3))
+    rank = rank or draw(st.integers(0, 3))
     bits = bits or draw(st.integers(1, 8))
     word = draw(st.sampled_from([w for w in (8, 16, 32) if w >= bits]))
     names = iter("abcdefghijkl")
