@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
+import numpy as np
+
 from qdsl import dtype as dtypes
 from qdsl import syntax as ast
 from qdsl.diagnostic import Diagnostic, SchemeError, Span, did_you_mean, error
@@ -60,6 +62,8 @@ from qdsl.split import split
 
 GIVEN = ("x", "w", "acc", "y")
 RESERVED = (*AXES, *GIVEN)
+_LARGEST = 65536  # literal extents and digits; more is a mistake, and would be allocated
+_LONGEST = 4096  # elements of one run of words
 HINTS = ("tile", "stages", "warps", "split_k")
 
 
@@ -194,8 +198,9 @@ class _Checker:
                 self.fail("bad-type", "`idx` needs the axis it points into", t.span, "e.g. `idx(k // 128)`")
             return dtypes.INDEX
         if t.name in ("u", "i") and t.arg is not None:
-            bits = constant(self.attempt(self.expr, t.arg, {}) or Number(math.nan))
-            found = dtypes.find(f"{t.name}{int(bits)}") if bits is not None and bits == bits else None
+            bits = constant(self.expr(t.arg, {}))
+            whole = bits is not None and bits.is_integer()
+            found = dtypes.find(f"{t.name}{int(bits)}") if whole else None
             return found or self.fail(
                 "bad-type", f"`{t.name}({t.arg})` is not a number format", t.span,
                 f"{'u1 to u8' if t.name == 'u' else 'i2 to i8'}, here {t.arg} = {bits:g}" if bits is not None else "",
@@ -222,17 +227,20 @@ class _Checker:
 
     def fold(self, e: Expr) -> Expr:
         e = e.map(self.fold)
-        if not isinstance(e, Number) and not any(
-            isinstance(x, Ref | Item | Stored | ast.Store | ast.Words) for x in walk(e)
-        ):
-            if not isinstance(e, Half | Digits) and (value := constant(e)) is not None:
-                return Number(int(value) if value.is_integer() else value, span=e.span)
-        return e
+        if isinstance(e, Number) or any(isinstance(x, Ref | Item | Stored) for x in walk(e)):
+            return e
+        value = constant(e)
+        if value is None or isinstance(e, Half):
+            return e
+        if not math.isfinite(value):
+            self.fail("bad-number", f"`{e}` is not a finite number", e.span, f"it is {value:g}")
+        return Number(int(value) if value.is_integer() else value, span=e.span)
 
     def resolve(self, e: Expr, known: Mapping[str, object], reductions: bool) -> Expr:
         match e:
             case Ref(name):
                 if name in known:
+                    self.check_value(e)
                     return e
                 value = self.params.get(name)
                 if isinstance(value, int):
@@ -241,14 +249,38 @@ class _Checker:
                     return Ref("k", span=e.span)
                 legal = [*known, *(n for n, v in self.params.items() if not isinstance(v, DType))]
                 self.fail("unknown-name", f"unknown name `{name}`", e.span, did_you_mean(name, legal))
+            case ast.Store() | ast.Words():
+                self.fail("misplaced-store", f"`{e}` can't be used here", e.span, "stored names belong to layouts")
+            case Digits() | Half():
+                what = "digits belong to a transform" if isinstance(e, Digits) else "`half` declares such parts of acc"
+                self.fail("bad-index", f"`{e}` can't be used here", e.span, what)
+            case Item("acc", (Half(),)) if "acc" in known:
+                return e
             case Item(name, args):
                 if name not in known:
                     self.fail("unknown-name", f"unknown name `{name}`", e.span, did_you_mean(name, known))
+                tensor = self.tensors.get(name)
+                if tensor is None or tensor.role != "table":
+                    self.fail(
+                        "not-a-table", f"`{name}` is not a table", e.span, "bare names stand for their own element"
+                    )
+                if len(args) != 1:
+                    self.fail("wrong-arguments", f"table `{name}` takes one code", e.span, f"got {len(args)}")
                 return replace(e, args=tuple(self.resolve(a, known, reductions) for a in args))
             case Call(name, args):
                 return self.call(e, name, args, known, reductions)
             case _:
                 return e.map(lambda child: self.resolve(child, known, reductions))
+
+    def check_value(self, e: Ref) -> None:
+        """A bare name must have one value: tables need a code, and an index is a position."""
+        role = self.tensors[e.name].role if e.name in self.tensors else ""
+        if role == "table":
+            self.fail("table-without-code", f"table `{e.name}` needs a code", e.span, f"e.g. `{e.name}[q]`")
+        if role == "index":
+            self.fail(
+                "not-a-value", f"`{e.name}` is an index, not a value", e.span, "it can stand in brackets: `s[n, g]`"
+            )
 
     def call(self, e: Call, name: str, args: tuple[Expr, ...], known: Mapping[str, object], reductions: bool) -> Expr:
         param = self.params.get(name)
@@ -295,6 +327,8 @@ class _Checker:
                 d.name_span,
                 "m, n, k, e are indices; x, w, acc, y are given",
             )
+        if d.name in self.params:
+            self.fail("duplicate-name", f"`{d.name}` is a parameter already", d.name_span)
         dtype = self.dtype(d.type)
         extent = self.index(d.type.arg, where) if dtype.kind == "index" and d.type.arg is not None else None
         index = tuple(self.index(i, where) for i in d.index)
@@ -341,6 +375,9 @@ class _Checker:
                 )
             if size.size != len(d.value):
                 self.fail("table-size", f"`{d.name}` declares {size.size} entries and lists {len(d.value)}", d.span)
+            for v in d.value:
+                if not math.isfinite(float(dtype.round(np.float64(v.value)))) or abs(v.value) > dtype.max:
+                    self.fail("bad-table", f"`{v}` is no {dtype}", v.span, f"{dtype} ends at {dtype.max:g}")
             return tuple(float(v.value) for v in d.value)
         if d.role == "table" and d.value is not None:
             self.fail("bad-table", "a table lists constants in braces or is loaded", d.span)
@@ -354,6 +391,10 @@ class _Checker:
     def index(self, e: Expr, where: str) -> Index:
         match e:
             case Number(value) if isinstance(value, int) and value > 0:
+                if value > _LARGEST:
+                    self.fail(
+                        "bad-extent", f"`{value}` is too large for a literal extent", e.span, f"at most {_LARGEST}"
+                    )
                 return Extent(value)
             case Ref(name) if name in AXES:
                 return Var(name)
@@ -401,29 +442,7 @@ class _Checker:
                 f"write `{left} ~ …`",
             )
         known = {t.name: t for t in tensors} | ({"x": None} if left == "x" else {})
-        value = self.expr(eq.value, known)
-        for node in walk(value):
-            if isinstance(node, Item) and self.tensors[node.name].role != "table":
-                self.fail(
-                    "not-a-table", f"`{node.name}` is not a table", node.span, "bare names stand for their own element"
-                )
-            if (
-                isinstance(node, Ref)
-                and node.name in known
-                and node.name != "x"
-                and self.tensors[node.name].role == "table"
-            ):
-                self.fail(
-                    "table-without-code", f"table `{node.name}` needs a code", node.span, f"e.g. `{node.name}[q]`"
-                )
-            if (
-                isinstance(node, Ref)
-                and node.name in known
-                and node.name != "x"
-                and self.tensors[node.name].role == "index"
-            ):
-                self.fail("not-a-value", f"`{node.name}` is an index, not a value", node.span)
-        return value
+        return self.expr(eq.value, known)
 
     def activation(self, block: ast.Activation) -> Activation | None:
         before = dict(self.tensors)
@@ -456,10 +475,35 @@ class _Checker:
             self.fail(
                 "bad-index", "a transform defines x at a token and a feature", eq.span, "`x[m, k]` or `x[m, (c d)]`"
             )
-        digits = {n for node in walk(eq.value) if isinstance(node, Digits) for n in node.names}
-        digits |= {n for p in places for n in (p if isinstance(p, tuple) else (p,))}
-        known = {"x": None, "m": None, "k": None, **dict.fromkeys(digits | self.free), **self.tensors}
-        return Transform(places, self.expr(eq.value, known, reductions=True))
+        left = {n for p in places for n in (p if isinstance(p, tuple) else (p,))}
+        summed = isinstance(eq.value, Call) and eq.value.name == "sum" and len(eq.value.args) == 1
+        right: set[str] = set()
+        factors = _product(eq.value.args[0] if summed else eq.value)
+        for f in factors:
+            right |= self.transform_digits(f)
+        if sum(f.name == "x" for f in factors) != 1:
+            self.fail("bad-transform", "a transform multiplies x once", eq.value.span)
+        if lost := sorted(left - right):
+            self.fail("bad-transform", f"no tensor on the right has the digit `{lost[0]}`", eq.value.span)
+        if bool(right - left) != summed:
+            extra = ", ".join(f"`{n}`" for n in sorted(right - left))
+            what = f"{extra} must be summed over" if extra else "there is nothing to sum over"
+            self.fail("bad-transform", what, eq.value.span, "`sum(…)` runs over the digits that the left side lacks")
+        return Transform(places, eq.value)
+
+    def transform_digits(self, factor: Expr) -> set[str]:
+        """The digits of one indexed tensor of a transform."""
+        example = "e.g. `sum(left[i, c] * x[m, (i j)] * right[j, d])`"
+        if not isinstance(factor, Item) or not all(isinstance(a, Ref | Digits) for a in factor.args):
+            self.fail("bad-transform", "a transform is a product of indexed tensors", factor.span, example)
+        tensor = self.tensors.get(factor.name)
+        if factor.name != "x" and (tensor is None or not tensor.loaded):
+            self.fail("bad-transform", f"`{factor.name}` is neither x nor loaded in this block", factor.span,
+                      f"declare it first: `param {factor}: f32`".replace("]:", "] :"))  # fmt: skip
+        rank = len(tensor.index) if tensor else 2
+        if len(factor.args) != rank:
+            self.fail("rank", f"`{factor.name}` has {rank} indices, here {len(factor.args)}", factor.span)
+        return {n for a in factor.args for n in (a.names if isinstance(a, Digits) else (a.name,))}
 
     def output(self, block: ast.Output) -> Output:
         dtype = self.attempt(self.dtype, block.type) or dtypes.F32
@@ -480,19 +524,20 @@ class _Checker:
         value: Expr = Ref("acc")
         local: dict[str, Expr] = {}
         for eq in block.equations:
+            if eq.name in self.tensors or eq.name in ("acc", "x", "w"):
+                self.report("duplicate-name", f"`{eq.name}` has a value already", eq.name_span, "choose another name")
+            place = "n" if block.half is None else block.half.digits[-1].name
+            if eq.places is not None and eq.places != (Ref("m"), Ref(place)):
+                self.report("bad-index", f"the output block defines elements [m, {place}]", eq.span)
             resolved = self.attempt(self.output_value, eq, known)
             if resolved is None:
                 continue
             value = local[eq.name] = substitute(resolved, local)
             known[eq.name] = None
-            if half is not None:
-                self.attempt(self.check_halves, value, half)
+            self.attempt(self.check_halves, value, half)
         if block.equations and block.equations[-1].name != "y":
             last = block.equations[-1]
             self.report("wrong-left-side", "the output block must end by defining `y`", last.name_span, "write `y = …`")
-        for t in tensors:
-            if t.optional and any(isinstance(n, Item) and n.name == t.name for n in walk(value)):
-                self.report("bad-index", f"`{t.name}` is used with an index", t.span)
         return Output(dtype, tensors, value, half)
 
     def outside_the_sum(self) -> dict[str, Tensor]:
@@ -514,11 +559,14 @@ class _Checker:
                           "only scales and zeros that do not depend on k, in every phase, can")  # fmt: skip
         return self.expr(eq.value, known)
 
-    def check_halves(self, value: Expr, half: tuple[str, int]) -> None:
+    def check_halves(self, value: Expr, half: tuple[str, int] | None) -> None:
         for node in walk(value):
-            if isinstance(node, Half) and (node.digit != half[0] or not 0 <= node.value < half[1]):
-                self.fail("bad-half", f"`{node}` is no part of `{half[0]}:{half[1]}`", node.span)
-            if isinstance(node, Ref) and node.name == "acc":
+            if isinstance(node, Item) and node.name == "acc" and half is None:
+                self.fail("bad-half", "acc has no parts here", node.span, "`half n = (r:2 j)` splits the features")
+            if isinstance(node, Half) and half and (node.digit != half[0] or not 0 <= node.value < half[1]):
+                self.fail("bad-half", f"`{node}` is no part of `{half[0]}:{half[1]}`", node.span,
+                          f"`{half[0]} = 0` to `{half[0]} = {half[1] - 1}`")  # fmt: skip
+            if isinstance(node, Ref) and node.name == "acc" and half:
                 self.fail("bad-half", "with `half`, say which part of acc", node.span, f"e.g. `acc[{half[0]} = 0]`")
 
     def phases(self) -> None:
@@ -551,7 +599,9 @@ class _Checker:
             if value is None:
                 continue
             if eq.name in RESERVED:
-                self.report("reserved-name", f"`{eq.name}` is reserved", eq.name_span)
+                self.report("reserved-name", f"`{eq.name}` is reserved", eq.name_span, "choose another name")
+            if eq.places is not None:
+                self.report("bad-index", "a quantize equation defines a whole tensor", eq.span, f"`{eq.name} = …`")
             if eq.name in weights:
                 result.append((eq.name, substitute(value, local)))
             else:
@@ -651,6 +701,8 @@ class _Checker:
                 "`layout name record 18 { … @ 0 : f16 }`",
             )
         stored = self.stored_dtype(x.type)
+        if block.record is not None and x.offset is not None and x.offset * 8 + stored.bits > block.record * 8:
+            self.fail("bad-record", f"offset {x.offset} is beyond the record of {block.record} bytes", x.span)
         value, words, store = self.convention(x, tensor)
         per_expert = "{e}" in store.name
         index = tensor.index[1:] if per_expert and tensor.index[:1] == (Var("e"),) else tensor.index
@@ -732,21 +784,27 @@ class _Checker:
             if len(unknown) > 1:
                 self.fail("open-extent", f"the extents of `{unknown[0].name}` and `{unknown[1].name}` are both open", unknown[1].span,
                           f"give one, e.g. `{unknown[1].name}:32`")  # fmt: skip
+        for lane, ref in _lanes(axes, store):
+            if lane.order and len(lane.order) != extents[lane.name]:
+                self.fail(
+                    "bad-order",
+                    f"`{lane.name}` has {extents[lane.name]} values, this order {len(lane.order)}",
+                    ref.span,
+                )
         layout = Layout(dims, axes, tensor.dtype.bits, stored.bits)
         self.check_runs(store, layout, extents, stored)
         return layout
 
     def digit_extent(self, d: ast.DigitRef) -> int | None:
+        extent: object = d.extent
         if isinstance(d.extent, str):
-            value = self.params.get(d.extent)
-            if not isinstance(value, int):
-                self.fail(
-                    "unknown-name", f"`{d.extent}` is no size parameter", d.span, did_you_mean(d.extent, self.params)
-                )
-            return value
-        if d.extent is not None and d.extent < 1:
-            self.fail("open-extent", "an extent is at least 1", d.span)
-        return d.extent
+            extent = self.params.get(d.extent)
+            if not isinstance(extent, int):
+                sizes = [n for n, v in self.params.items() if isinstance(v, int)]
+                self.fail("unknown-name", f"`{d.extent}` is no size parameter", d.span, did_you_mean(d.extent, sizes))
+        if isinstance(extent, int) and not 1 <= extent <= _LARGEST:
+            self.fail("bad-extent", f"digit `{d.name}` can't have extent {extent}", d.span, f"1 to {_LARGEST}")
+        return extent  # type: ignore[return-value]
 
     def axis(self, a: ast.AxisRef, seen: Mapping[str, ast.DigitRef]) -> Axis:
         digits: list[str] = []
@@ -832,6 +890,12 @@ class _Checker:
                     f"give it, e.g. `{open_}:8`",
                 )
             low, width = run.bits or (0, layout.bits)
+            if width == 0:
+                self.fail("bit-range", "a bit range holds at least one bit", ref.span, "`.first:count`")
+            if width > layout.word:
+                self.fail("word-size", f"{width}-bit elements do not fit {layout.word}-bit words", ref.span)
+            if math.prod(s for s in sizes if s) > _LONGEST:
+                self.fail("bad-extent", "this run of words is too long", ref.span, f"at most {_LONGEST} elements")
             covered.update(range(low, low + width))
             total = math.prod(s for s in sizes if s) * width + run.pad
             if total % layout.word:
@@ -896,6 +960,16 @@ def _grouped(i: Index) -> bool:
     return isinstance(i, Group) and i.axis == "k" and i.size is not None
 
 
+def _lanes(axes: tuple[Axis, ...], store: ast.Store) -> list[tuple[Lane, ast.LaneRef]]:
+    lanes = [lane for a in axes for r in a.runs for lane in r.lanes]
+    refs = [x for a in store.axes or () for r in a.items if isinstance(r, ast.RunRef) for x in r.lanes]
+    return list(zip(lanes, refs, strict=True))
+
+
+def _product(e: Expr) -> list[Expr]:
+    return _product(e.left) + _product(e.right) if isinstance(e, Binary) and e.op == "*" else [e]
+
+
 # ---- value conventions -------------------------------------------------------------------------------------------
 def _replace(e: Expr, old: Expr, new: Expr) -> Expr:
     return new if e is old else e.map(lambda child: _replace(child, old, new))
@@ -907,6 +981,8 @@ def _invertible(e: Expr) -> bool:
             return True
         case Negate(arg):
             return _invertible(arg)
+        case Binary("*" | "/", left, right) if 0 in (constant(left), constant(right)):
+            return False
         case Binary("+" | "-" | "*" | "/", left, right):
             return (_invertible(left) and constant(right) is not None) or (
                 _invertible(right) and constant(left) is not None
@@ -917,7 +993,7 @@ def _invertible(e: Expr) -> bool:
 
 def _added(e: Expr) -> int | None:
     match e:
-        case Binary("+" | "-" as op, Stored(), Number(value)):
+        case Binary("+" | "-" as op, Stored(), Number(value)) if isinstance(value, int):
             return int(value) if op == "+" else -int(value)
         case _:
             return None

@@ -10,6 +10,8 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+_WIDTH = 160  # of a source line in a message
+
 
 class Error(Exception):
     """Base of every error that is the user's to mend; its text names the place, the reason and the remedy."""
@@ -85,13 +87,13 @@ class Diagnostic:
         if self.span is not None:
             line, column = self.span.source.position(self.span.start)
             gutter = " " * len(str(line))
-            text = self.span.source.text.split("\n")[line - 1]
-            width = max(1, min(self.span.end - self.span.start, len(text) - column + 1))
+            text, before = _excerpt(self.span.source.text.split("\n")[line - 1], column - 1)
+            width = max(1, min(self.span.end - self.span.start, len(text) - before))
             lines += [
                 f"{gutter}--> {self.span.source.path}:{line}:{column}",
                 f"{gutter} |",
-                f"{line} | {text}",
-                f"{gutter} | {' ' * (column - 1)}{'^' * width} {self.label}".rstrip(),
+                f"{line} | {text}".rstrip(),
+                f"{gutter} | {' ' * before}{'^' * width} {self.label}".rstrip(),
             ]
             if self.notes or self.fix:
                 lines.append(f"{gutter} |")
@@ -99,6 +101,18 @@ class Diagnostic:
         if self.fix:
             lines.append(f"{gutter} = help: {self.fix}")
         return "\n".join(lines)
+
+
+def _excerpt(line: str, at: int) -> tuple[str, int]:
+    """A line as a terminal can show it, one column a character, and where `at` lies in it; long lines are cut."""
+    shown = "".join(
+        c if c.isprintable() else " " if c == "\t" else "\N{REPLACEMENT CHARACTER}" for c in line.rstrip("\r")
+    )
+    if len(shown) <= _WIDTH:
+        return shown, at
+    start = max(0, min(at - _WIDTH // 2, len(shown) - _WIDTH))
+    left, right = "… " if start else "", " …" if start + _WIDTH < len(shown) else ""
+    return left + shown[start : start + _WIDTH] + right, at - start + len(left)
 
 
 def error(id: str, message: str, span: Span | None, label: str = "", *, notes=(), fix: str = "") -> Diagnostic:

@@ -326,6 +326,8 @@ def of_dtype(dtype: DType) -> Range:
 
 def of_values(values: np.ndarray) -> Range:
     """The range of a list of constants."""
+    if not np.all(np.isfinite(values)):
+        return REAL
     quanta, bits = [], [1]
     for value in values[values != 0].tolist():
         numerator, denominator = abs(value).as_integer_ratio()
@@ -337,7 +339,7 @@ def of_values(values: np.ndarray) -> Range:
 
 def _fixed(low: float, high: float, quantum: float) -> Range:
     size = max(abs(low), abs(high))
-    exact = math.isfinite(size) and quantum > 0
+    exact = quantum > 0 and math.isfinite(size) and math.isfinite(size / quantum)
     return Range(low, high, quantum, max(1, int(size / quantum).bit_length()) if exact else math.inf)
 
 

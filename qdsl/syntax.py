@@ -9,7 +9,8 @@ import functools
 from dataclasses import dataclass, field
 from importlib import resources
 
-from lark import Lark, Token, Transformer, UnexpectedCharacters, UnexpectedInput, UnexpectedToken, v_args
+from lark import Lark, Token, Transformer, Tree, UnexpectedCharacters, UnexpectedInput, UnexpectedToken, v_args
+from lark.exceptions import VisitError
 
 from qdsl.diagnostic import SchemeError, Source, Span, closest, error
 from qdsl.expr import Binary, Call, Digits, Expr, Half, Item, Negate, Number, Ref
@@ -233,6 +234,14 @@ EXPECTED = {
     "OPTIONAL": "`optional`", "SIZE_KIND": "`int` or `dim`", "RELOP": "a comparison", "$END": "the end of the file",
 }  # fmt: skip
 
+_BLOCKS = ("weight", "activation", "compute", "output", "quantize", "require", "layout", "schedule")
+# Words that always come together, and one name for them.
+_TOGETHER = (
+    ({f"`{name}`" for name in _BLOCKS}, f"a block ({', '.join(_BLOCKS)})"),
+    ({f"`{op}`" for op in ("+", "-", "*", "/", "//", "%")}, "an operator"),
+    ({"a name", "a whole number", "a number", "a quoted name", "`(`", "`-`", "`words`"}, "an expression"),
+)
+
 
 @functools.cache
 def _parser() -> Lark:
@@ -244,10 +253,29 @@ def parse(source: Source) -> File:
     """The syntax tree of one file; raises SchemeError with one diagnostic at the first mistake."""
     try:
         tree = _parser().parse(source.text)
+        _check_depth(source, tree)
+        file = _Builder(source).transform(tree)
     except UnexpectedInput as unexpected:
         raise SchemeError([_explain(source, unexpected)]) from None
-    file = _Builder(source).transform(tree)
+    except VisitError as failed:
+        if isinstance(failed.orig_exc, SchemeError):
+            raise failed.orig_exc from None
+        raise
     return File(**file, comments=_comments(source))
+
+
+# Every later stage walks expressions recursively; no equation that a person writes comes near this depth.
+_DEPTH = 120
+
+
+def _check_depth(source: Source, tree: Tree) -> None:
+    level, depth = [tree], 0
+    while level:
+        depth += 1
+        if depth > _DEPTH:
+            at = Span(source, level[0].meta.start_pos, level[0].meta.end_pos)
+            raise SchemeError([error("too-deep", f"more than {_DEPTH} levels of nesting", at, "write it in parts")])
+        level = [child for node in level for child in node.children if isinstance(child, Tree)]
 
 
 def _comments(source: Source) -> tuple[Comment, ...]:
@@ -270,8 +298,12 @@ def _keywords() -> set[str]:
 
 def _describe(terminals: set[str]) -> str:
     patterns = {t.name: t.pattern.value for t in _parser().terminals if t.pattern.type == "str"}
-    words = sorted({EXPECTED.get(name) or f"`{patterns.get(name, name)}`" for name in terminals})
-    if len(words) > 8:
+    words = {EXPECTED.get(name) or f"`{patterns.get(name, name)}`" for name in terminals}
+    for members, together in _TOGETHER:
+        if members <= words:
+            words = (words - members) | {together}
+    words = sorted(words)
+    if not 0 < len(words) <= 8:
         return ""
     return "expected " + (words[0] if len(words) == 1 else ", ".join(words[:-1]) + " or " + words[-1])
 
@@ -281,7 +313,8 @@ def _explain(source: Source, unexpected: UnexpectedInput):
         at = Span(source, unexpected.pos_in_stream, unexpected.pos_in_stream + 1)
         if at.text == '"':
             return error("unexpected-character", "this quote is never closed", at, "names in quotes end on their line")
-        return error("unexpected-character", f"`{at.text}` is not part of the language", at)
+        shown = f"`{at.text}`" if at.text.isprintable() else f"the character U+{ord(at.text):04X}"
+        return error("unexpected-character", f"{shown} is not part of the language", at)
     assert isinstance(unexpected, UnexpectedToken)
     token = unexpected.token
     if token.type == "$END":
@@ -293,12 +326,13 @@ def _explain(source: Source, unexpected: UnexpectedInput):
     previous = source.text[: token.start_pos].rstrip()
     word = previous.split()[-1] if previous.split() else ""
     if token.type == "NAME" and word.isidentifier() and word not in _keywords():
-        if match := closest(word, _keywords()):
-            start = len(previous) - len(word)
-            span = Span(source, start, len(previous))
-            kind = "unknown-declaration" if match in ROLES else "unknown-keyword"
-            what = "unknown kind of declaration" if match in ROLES else "unknown keyword"
-            return error(kind, f"{what} `{word}`", span, f"did you mean `{match}`?")
+        match = closest(word, _keywords())
+        span = Span(source, len(previous) - len(word), len(previous))
+        if match in ROLES:
+            what = f"unknown kind of declaration `{word}`"
+            return error("unknown-declaration", what, span, f"did you mean `{match}`?")
+        if match:
+            return error("unknown-keyword", f"unknown keyword `{word}`", span, f"did you mean `{match}`?")
     label = _describe(unexpected.accepts or unexpected.expected)
     if token.type == "NAME" and (match := closest(str(token), _keywords())):
         return error("unknown-keyword", f"unexpected `{token}`", at, f"did you mean `{match}`?", fix=label)
@@ -324,6 +358,15 @@ class _Builder(Transformer):
 
     def _token_span(self, token: Token) -> Span:
         return Span(self.source, token.start_pos, token.end_pos)
+
+    def _whole(self, token: Token) -> int:
+        if len(token) > 18:
+            self._too_large(token, "whole numbers have at most 18 digits")
+        return int(token)
+
+    def _too_large(self, token: Token, label: str):
+        shown = token if len(token) <= 24 else token[:20] + "…"
+        raise SchemeError([error("bad-number", f"the number `{shown}` is too large", self._token_span(token), label)])
 
     # ---- file and blocks ----
     def start(self, meta, c):
@@ -406,14 +449,14 @@ class _Builder(Transformer):
     # ---- layouts ----
     def layout(self, meta, c):
         bindings, rest = _split(c, Binding)
-        record = int(rest[1]) if len(rest) in (2, 5) else None
+        record = self._whole(rest[1]) if len(rest) in (2, 5) else None
         condition = (rest[-3], str(rest[-2]), rest[-1]) if len(rest) > 2 else None
         return Layout(str(rest[0]), record, condition, tuple(bindings), span=self._span(meta))
 
     def binding(self, meta, c):
         logical = c[1] if isinstance(c[1], tuple) else None
         rest = c[2:] if logical is not None else c[1:]
-        offset = int(rest[1]) if len(rest) == 3 else None
+        offset = self._whole(rest[1]) if len(rest) == 3 else None
         return Binding(str(c[0]), logical, rest[0], offset, rest[-1], self._token_span(c[0]), span=self._span(meta))
 
     def logical(self, meta, c):
@@ -425,7 +468,7 @@ class _Builder(Transformer):
     def digit(self, meta, c):
         extent = None
         if len(c) > 1:
-            extent = int(c[1]) if c[1].type == "INT" else str(c[1])
+            extent = self._whole(c[1]) if c[1].type == "INT" else str(c[1])
         return DigitRef(str(c[0]), extent, span=self._span(meta))
 
     def store(self, meta, c):
@@ -443,16 +486,16 @@ class _Builder(Transformer):
         return str(c[0])
 
     def axis_one(self, meta, c):
-        return int(c[0])
+        return self._whole(c[0])
 
     def run(self, meta, c):
         lanes, numbers = _split(c, LaneRef)
-        pad = int(numbers.pop(0)) if len(numbers) % 2 else 0
-        bits = (int(numbers[0]), int(numbers[1])) if numbers else None
+        pad = self._whole(numbers.pop(0)) if len(numbers) % 2 else 0
+        bits = (self._whole(numbers[0]), self._whole(numbers[1])) if numbers else None
         return RunRef(tuple(lanes), pad, bits, span=self._span(meta))
 
     def lane(self, meta, c):
-        return LaneRef(str(c[0]), tuple(map(int, c[1:])) or None, span=self._span(meta))
+        return LaneRef(str(c[0]), tuple(map(self._whole, c[1:])) or None, span=self._span(meta))
 
     # ---- schedules ----
     def schedule(self, meta, c):
@@ -484,7 +527,11 @@ class _Builder(Transformer):
 
     def number(self, meta, c):
         text = str(c[0])
-        value = int(text) if c[0].type == "INT" else float(text)
+        if c[0].type == "INT":
+            return Number(self._whole(c[0]), text, span=self._span(meta))
+        value = float(text)
+        if value > 3.5e38:
+            self._too_large(c[0], "f32, the widest format, ends at 3.4e38")
         return Number(value, text, span=self._span(meta))
 
     def ref(self, meta, c):
@@ -497,7 +544,7 @@ class _Builder(Transformer):
         return Item(str(c[0]), tuple(c[1:]), span=self._span(meta))
 
     def half_of(self, meta, c):
-        return Half(str(c[0]), int(c[1]), span=self._span(meta))
+        return Half(str(c[0]), self._whole(c[1]), span=self._span(meta))
 
     def digits(self, meta, c):
         return Digits(tuple(map(str, c)), span=self._span(meta))
