@@ -83,6 +83,7 @@ class _Checker:
         self.params: dict[str, int | str | DType] = {}
         self.tensors: dict[str, Tensor] = {}
         self.free: set[str] = set()
+        self.broken: set[str] = set()  # tensors whose declaration failed: using them is no second mistake
 
     # ---- reporting ----------------------------------------------------------------------------------------------
     def report(self, *args, **kwargs) -> None:
@@ -227,6 +228,8 @@ class _Checker:
 
     def fold(self, e: Expr) -> Expr:
         e = e.map(self.fold)
+        if isinstance(e, Binary) and e.op in ("/", "//", "%") and e.right == Number(0):
+            self.fail("bad-number", f"`{e}` divides by zero", e.right.span)
         if isinstance(e, Number) or any(isinstance(x, Ref | Item | Stored) for x in walk(e)):
             return e
         value = constant(e)
@@ -247,6 +250,7 @@ class _Checker:
                     return Number(value, span=e.span)
                 if value == "k" and "k" in known:
                     return Ref("k", span=e.span)
+                self.give_up_on(name)
                 legal = [*known, *(n for n, v in self.params.items() if not isinstance(v, DType))]
                 self.fail("unknown-name", f"unknown name `{name}`", e.span, did_you_mean(name, legal))
             case ast.Store() | ast.Words():
@@ -258,6 +262,7 @@ class _Checker:
                 return e
             case Item(name, args):
                 if name not in known:
+                    self.give_up_on(name)
                     self.fail("unknown-name", f"unknown name `{name}`", e.span, did_you_mean(name, known))
                 tensor = self.tensors.get(name)
                 if tensor is None or tensor.role != "table":
@@ -271,6 +276,10 @@ class _Checker:
                 return self.call(e, name, args, known, reductions)
             case _:
                 return e.map(lambda child: self.resolve(child, known, reductions))
+
+    def give_up_on(self, name: str) -> None:
+        if name in self.broken:
+            raise _FailedError
 
     def check_value(self, e: Ref) -> None:
         """A bare name must have one value: tables need a code, and an index is a position."""
@@ -317,7 +326,13 @@ class _Checker:
 
     # ---- declarations -------------------------------------------------------------------------------------------
     def declare(self, decls: Iterable[ast.Decl], where: str) -> tuple[Tensor, ...]:
-        return tuple(t for d in decls if (t := self.attempt(self.tensor, d, where)))
+        tensors = []
+        for d in decls:
+            if (t := self.attempt(self.tensor, d, where)) is not None:
+                tensors.append(t)
+            elif d.name not in self.tensors:
+                self.broken.add(d.name)
+        return tuple(tensors)
 
     def tensor(self, d: ast.Decl, where: str) -> Tensor:
         if d.name in RESERVED:
@@ -420,6 +435,7 @@ class _Checker:
             case Binary("/", left, right):
                 self.fail("wrong-division", "an index uses floor division", e.span, f"write `{left} // {right}`")
             case Ref(name):
+                self.give_up_on(name)
                 self.fail("bad-index", f"`{name}` is not an index", e.span, did_you_mean(name, [*AXES, *self.tensors]))
         self.fail(
             "bad-index", f"`{e}` is not an index", e.span, "an axis, `axis // size`, a number, or an index tensor"
@@ -494,6 +510,8 @@ class _Checker:
     def transform_digits(self, factor: Expr) -> set[str]:
         """The digits of one indexed tensor of a transform."""
         example = "e.g. `sum(left[i, c] * x[m, (i j)] * right[j, d])`"
+        if isinstance(factor, Item):
+            self.give_up_on(factor.name)
         if not isinstance(factor, Item) or not all(isinstance(a, Ref | Digits) for a in factor.args):
             self.fail("bad-transform", "a transform is a product of indexed tensors", factor.span, example)
         tensor = self.tensors.get(factor.name)
@@ -690,6 +708,7 @@ class _Checker:
     def binding(self, x: ast.Binding, block: ast.Layout) -> Binding:
         tensor = self.tensors.get(x.tensor)
         if tensor is None or not tensor.loaded:
+            self.give_up_on(x.tensor)
             loaded = [t.name for t in self.tensors.values() if t.loaded]
             what = "is not loaded" if tensor else "is not declared"
             self.fail("unknown-tensor", f"`{x.tensor}` {what}", x.tensor_span, did_you_mean(x.tensor, loaded))

@@ -43,6 +43,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+ITEM_BYTES = {**BYTES, "uint32": 4, "uint8": 1}
 
 Extra = tuple[str, Callable, str]  # name, (M, N, K) -> shape, dtype
 Epilogue = Callable[[tirx.Expr, tirx.Expr, tirx.Expr, Mapping[str, tirx.Buffer]], tirx.Expr]
@@ -148,6 +149,11 @@ class Tile:
         return self.features // 16 // self.split[1]
 
     @property
+    def registers(self) -> tuple[int, ...]:
+        """Registers i of an mma result that are tokens: i // 2 is feature c or c + 8, i % 2 token 2t or 2t + 1."""
+        return (0, 2) if self.tokens == 1 else (0, 1, 2, 3)
+
+    @property
     def partials(self) -> tuple[int, int, int]:
         """Shape of the partial sums; 4 words of padding put the lanes that store one register in 32 banks."""
         return (self.teams, self.tokens, self.features + 4)
@@ -181,22 +187,21 @@ def lower(
     output: str | None = None,
 ) -> tirx.PrimFunc:
     """The kernel (x, q, [s], [z], *extra, y); y has the type `output`, by default that of x."""
-    with IRBuilder() as builder:
-        with T.prim_func(False, False, False):
-            T.func_name(name)
-            T.func_attr({"global_symbol": name, "tirx.noalias": True})
-            buffers = _declare(weight, tile, extra, output or weight.compute)
-            T.device_entry()
-            with _resident(tile.resident):
-                k = _enter(weight, tile, buffers)
-                _store_partials(k, _main_loop(k))
-                _reduce(k, epilogue, {name: buffers[name] for name, _, _ in extra}, buffers["y"])
+    with IRBuilder() as builder, T.prim_func(False, False, False):
+        T.func_name(name)
+        T.func_attr({"global_symbol": name, "tirx.noalias": True})
+        buffers = _declare(weight, tile, extra, output or weight.compute)
+        T.device_entry()
+        with _resident(tile.resident):
+            k = _enter(weight, tile, buffers)
+            _store_partials(k, _main_loop(k))
+            _reduce(k, epilogue, {name: buffers[name] for name, _, _ in extra}, buffers["y"])
     return builder.get()
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What one stage holds. The stages of all teams lie together, operand by operand, at the start of the pool."""
+    """What one stage holds, operand after operand. The stages of all teams begin the shared memory of a CTA."""
 
     weight: Weight
     tile: Tile
@@ -216,22 +221,42 @@ class Stage:
     def steps(self) -> int:
         return 64 * self.tile.slice // self.step
 
-    @cached_property
+    @property
     def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
-        """Shape and type by operand, in the order in which they lie in shared memory."""
+        """Shape and type by operand."""
         tile = self.tile
         blocks = tile.features // 16
-        shapes = {"x": ((tile.tokens, 8 * tile.slice, 8), self.weight.compute)}
+        # Rows are padded by 16 bytes: the 8 rows that ldmatrix reads at once are in different banks.
+        shapes = {"x": ((tile.tokens, 64 * tile.slice + 8), self.weight.compute)}
         shapes["q"] = ((blocks, tile.slice, 32, 4), "uint32")
         for role, dtype in self.weight.grouped.items():
             shapes[role] = ((blocks, self.steps, group_bytes(dtype)), "uint8")
         return shapes
 
     def offset(self, operand: str | None = None) -> int:
-        """First byte of the operand's stages; without an operand, the end of all."""
+        """First byte of the operand; without an operand, the bytes of a stage."""
         before = itertools.takewhile(lambda item: item[0] != operand, self.shapes.items())
-        sizes = [math.prod(shape) * {"uint32": 4, "uint8": 1}.get(dtype, 2) for _, (shape, dtype) in before]
-        return self.tile.teams * self.tile.stages * sum(sizes)
+        sizes = (math.prod(shape) * ITEM_BYTES[dtype] for _, (shape, dtype) in before)
+        return sum(-(-size // 16) * 16 for size in sizes)
+
+
+@dataclass(frozen=True)
+class View:
+    """One operand in the stages of the thread's team."""
+
+    buffer: tirx.Buffer  # [team, stage, number]
+    team: tirx.Expr
+    start: int
+    shape: tuple[int, ...]
+
+    def index(self, stage, *index) -> list:
+        flat = 0
+        for i, extent in zip(index, self.shape, strict=True):
+            flat = flat * extent + i
+        return [self.team, stage, self.start + flat]
+
+    def ptr(self, stage, *index):
+        return self.buffer.ptr_to(self.index(stage, *index))
 
 
 def group_bytes(dtype: str) -> int:
@@ -241,7 +266,7 @@ def group_bytes(dtype: str) -> int:
 
 def pool_bytes(weight: Weight, tile: Tile) -> int:
     """Shared memory of a CTA: the stages, and later the partial sums in their place."""
-    return max(Stage(weight, tile).offset(), 4 * math.prod(tile.partials))
+    return max(tile.teams * tile.stages * Stage(weight, tile).offset(), 4 * math.prod(tile.partials))
 
 
 @dataclass(frozen=True)
@@ -290,17 +315,17 @@ class Kernel:
     def feature_warp(self):
         return self.thread // (32 * self.tile.split[0]) % self.tile.split[1]
 
-    def shared(self, shape, dtype, offset=0):
-        """A view of the pool that begins at byte `offset`."""
-        return T.decl_buffer(shape, dtype, data=self.pool.data, byte_offset=offset, scope="shared.dyn")
+    def shared(self, shape, dtype):
+        """The pool as an array."""
+        return T.decl_buffer(shape, dtype, data=self.pool.data, scope="shared.dyn")
 
-    def stage_views(self) -> dict[str, tirx.Buffer]:
-        """[team, stage, ...] by operand."""
-        stage, rings = Stage(self.weight, self.tile), (self.tile.teams, self.tile.stages)
-        return {
-            operand: self.shared((*rings, *shape), dtype, stage.offset(operand))
-            for operand, (shape, dtype) in stage.shapes.items()
-        }
+    def views(self) -> dict[str, View]:
+        stage, views = Stage(self.weight, self.tile), {}
+        for operand, (shape, dtype) in stage.shapes.items():
+            item = ITEM_BYTES[dtype]
+            buffer = self.shared((self.tile.teams, self.tile.stages, stage.offset() // item), dtype)
+            views[operand] = View(buffer, self.team, stage.offset(operand) // item, shape)
+        return views
 
 
 def _declare(weight, tile, extra, output):
@@ -396,16 +421,21 @@ def _main_loop(k: Kernel):
     fetches few instructions: at M = 1 that costs as much time as its data.
     """
     tile = k.tile
-    views, ahead = k.stage_views(), tile.stages - 1
-    acc = _zeros(4 * tile.feature_tiles * tile.token_tiles, "float32")
+    views, ahead = k.views(), tile.stages - 1
     stride, first = tile.teams * tile.slice, k.team * tile.slice
     count = (k.k_tiles - first + (stride - 1)) // stride  # slices of this team
+    fills = [_FillCodes(k, views["q"], first)]
+    fills += [_FillGroups(k, role, views[role], first) for role in k.weight.grouped]
+    fills.append(_FillTokens(k, views["x"], first))
+    acc = _zeros(4 * tile.feature_tiles * tile.token_tiles, "float32")
     with T.serial(0, count + ahead, unroll=False) as i:
         with _when(i >= ahead):
             _ptx("cp.async.wait_group", ahead - 1)
             _team_sync(k)  # slice i - ahead has landed, and nobody reads the slice before it any more
         with _when(i < count):
-            _fill(k, views, i * stride + first, tirx.truncmod(i, tile.stages))
+            for fill in fills:
+                fill.start(tirx.truncmod(i, tile.stages))
+                fill.advance(stride)
         _ptx("cp.async.commit_group")
         with _when(i >= ahead):
             _multiply(k, views, acc, tirx.truncmod(i - ahead, tile.stages))
@@ -422,131 +452,194 @@ def _team_sync(k: Kernel):
 
 
 # Global memory -> stage
+#
+# Each thread of a team copies the same places of every slice. Where its first one lies is computed once and then
+# advanced from slice to slice; the others are at distances that are constants or multiples of a row. What lies
+# outside of a tensor becomes zero.
 
 
-def _fill(k: Kernel, views, first, slot):
-    """Starts the copies of the slice that begins at tile `first`. What lies outside of a tensor becomes zero."""
-    _fill_codes(k, views["q"], first, slot)
-    for role in k.weight.grouped:
-        _fill_groups(k, role, views[role], first, slot)
-    with T.If(k.aligned):
-        with T.Then():
-            _fill_x(k, views["x"], first, slot)
-        with T.Else():
-            _fill_x_unaligned(k, views["x"], first, slot)
+class _FillCodes:
+    """16-byte pieces, one per lane of a block: a block is 16 features by 64 of k."""
+
+    def __init__(self, k: Kernel, view, first):
+        self.k, self.view = k, view
+        warp = k.team_thread // 32
+        self.f, self.i = warp // k.tile.slice, warp % k.tile.slice
+        self.position = _register("int32", first + self.i)
+        block = _wide(k.o0 + self.f) * self._row() + _wide(first + self.i)
+        self.offset = _register("int64", block * 128 + _wide(k.lane * 4))
+
+    def _row(self):
+        return _ceildiv(_wide(self.k.K), 64)
+
+    def start(self, slot):
+        k, tile = self.k, self.k.tile
+        warps, blocks = tile.team_threads // 32, tile.features // 16 * tile.slice
+        for n in range(-(-blocks // warps)):
+            f, i = divmod(n * warps, tile.slice)
+            source = k.q.ptr_to([0, 0, 0, self.offset[0] + (f * self._row() + i) * 128])
+            inside = tirx.all(k.o0 + self.f + f < k.o_tiles, self.position[0] + i < k.k_tiles)
+            target = self.view.ptr(slot, self.f + f, self.i + i, k.lane, 0)
+            _copy(target, source, 16, inside, None if warps <= blocks else k.team_thread < 32 * blocks)
+
+    def advance(self, tiles: int):
+        _set(self.position, 0, self.position[0] + tiles)
+        _set(self.offset, 0, self.offset[0] + tiles * 128)
 
 
-def _each(k: Kernel, total: int):
-    """The team's items of a copy, one per thread and round; the condition under which the last ones exist."""
-    threads = k.tile.team_threads
-    for i in range(-(-total // threads)):
-        item = i * threads + k.team_thread
-        yield item, (i + 1) * threads > total and item < total
+class _FillGroups:
+    """Pieces of up to 16 bytes of the scales or zeros of 16 features and one group."""
+
+    def __init__(self, k: Kernel, role: str, view, first):
+        self.k, self.view, self.source, self.dtype = k, view, k.grouped[role], k.weight.grouped[role]
+        self.stage = Stage(k.weight, k.tile)
+        self.width = min(16, group_bytes(self.dtype))
+        self.pieces = group_bytes(self.dtype) // self.width
+        self.numbers = math.prod(int(n) for n in self.source.shape[2:])  # numbers of one group
+        item = k.team_thread
+        self.f = item // (self.stage.steps * self.pieces)
+        self.step, self.piece = item // self.pieces % self.stage.steps, item % self.pieces
+        self.position = _register("int32", first * 64 + self.step * self.stage.step)
+        offset = _wide(k.o0 + self.f) * self._row() + _wide(self.piece * (self.numbers // self.pieces))
+        self.offset = T.alloc_local([1], "int64")
+        _ptx("mov.b64", self.offset[0], offset)  # what asm returns is kept, not computed again in every round
+
+    def _row(self):
+        return self.source.shape[1] * self.numbers
+
+    def start(self, slot):
+        k, threads, steps = self.k, self.k.tile.team_threads, self.stage.steps
+        total = k.tile.features // 16 * steps * self.pieces
+        for n in range(-(-total // threads)):
+            f, rest = divmod(n * threads, steps * self.pieces)
+            step = rest // self.pieces
+            position = self.position[0] + step * self.stage.step
+            g = T.cast(position, "uint32") // T.uint32(k.weight.group) if k.weight.group else T.int32(0)
+            zeros = [0] * (len(self.source.shape) - 1)
+            source = self.source.ptr_to([*zeros, self.offset[0] + f * self._row() + _wide(g) * self.numbers])
+            inside = tirx.all(k.o0 + self.f + f < k.o_tiles, position < k.K)
+            target = self.view.ptr(slot, self.f + f, self.step + step, self.piece * self.width)
+            _copy(target, source, self.width, inside, None if total >= threads else k.team_thread < total)
+
+    def advance(self, tiles: int):
+        _set(self.position, 0, self.position[0] + tiles * 64)
 
 
-def _copy(target, source, bytes_: int, inside, exists):
-    size = T.if_then_else(inside, T.uint32(bytes_), T.uint32(0))
-    cache = "cg" if bytes_ == 16 else "ca"
-    options = {} if exists is False else {"pred": exists}
-    _ptx(f"cp.async.{cache}.shared.global", target, source, bytes_, size, **options)
+class _FillTokens:
+    """Pieces of eight numbers of a row of x; number by number if the pieces are not aligned."""
+
+    def __init__(self, k: Kernel, view, first):
+        self.k, self.view = k, view
+        self.pieces = 8 * k.tile.slice
+        self.r, self.c = k.team_thread // self.pieces, k.team_thread % self.pieces
+        self.column = _register("int32", first * 64 + self.c * 8)
+        self.offset = _register("int64", _wide(k.m0 + self.r) * _wide(k.K) + _wide(self.column[0]))
+
+    def start(self, slot):
+        with T.If(self.k.aligned):
+            with T.Then():
+                self._start_pieces(slot)
+            with T.Else():
+                self._copy_numbers(slot)
+
+    def _start_pieces(self, slot):
+        k, threads = self.k, self.k.tile.team_threads
+        total = k.tile.tokens * self.pieces
+        for n in range(-(-total // threads)):
+            r, c = divmod(n * threads, self.pieces)
+            source = k.x.ptr_to([0, self.offset[0] + (r * _wide(k.K) + c * 8)])
+            inside = tirx.all(r < k.M - k.m0 - self.r, self.column[0] + c * 8 < k.K)
+            target = self.view.ptr(slot, self.r + r, (self.c + c) * 8)
+            _copy(target, source, 16, inside, None if total >= threads else k.team_thread < total)
+
+    def _copy_numbers(self, slot):
+        k, threads, columns = self.k, self.k.tile.team_threads, 8 * self.pieces
+        first = self.column[0] - self.c * 8
+        with T.serial(0, k.tile.tokens * columns // threads, unroll=False) as i:
+            item = i * threads + k.team_thread
+            r, c = item // columns, item % columns
+            inside = tirx.all(k.m0 + r < k.M, first + c < k.K)
+            number = k.x[_wide(k.m0 + r), _wide(first + c)]
+            value = T.if_then_else(inside, number, tirx.const(0, k.weight.compute))
+            T.buffer_store(self.view.buffer, value, self.view.index(slot, r, c))
+
+    def advance(self, tiles: int):
+        _set(self.column, 0, self.column[0] + tiles * 64)
+        _set(self.offset, 0, self.offset[0] + tiles * 64)
 
 
-def _piece(r, c):
-    """Where piece c (8 numbers) of row r lies: the 8 rows that ldmatrix reads at once are in different banks."""
-    return c ^ (r % 8)
+def _register(dtype: str, value):
+    register = T.alloc_local([1], dtype)
+    _set(register, 0, value)
+    return register
 
 
-def _fill_x(k: Kernel, view, first, slot):
-    pieces = 8 * k.tile.slice
-    for item, exists in _each(k, k.tile.tokens * pieces):
-        r, c = item // pieces, item % pieces
-        m, column = k.m0 + r, first * 64 + c * 8
-        target = view.ptr_to([k.team, slot, r, _piece(r, c), 0])
-        _copy(target, k.x.ptr_to([_wide(m), _wide(column)]), 16, tirx.all(m < k.M, column < k.K), exists)
-
-
-def _fill_x_unaligned(k: Kernel, view, first, slot):
-    """Number by number: K is no multiple of 8, or x begins off a 16-byte boundary."""
-    columns, threads = 64 * k.tile.slice, k.tile.team_threads
-    with T.serial(0, k.tile.tokens * columns // threads, unroll=UNALIGNED) as i:
-        item = i * threads + k.team_thread
-        r, c = item // columns, item % columns
-        m, column = k.m0 + r, first * 64 + c
-        inside = tirx.all(m < k.M, column < k.K)
-        value = T.if_then_else(inside, k.x[_wide(m), _wide(column)], tirx.const(0, k.weight.compute))
-        T.buffer_store(view, value, [k.team, slot, r, _piece(r, c // 8), c % 8])
-
-
-def _fill_codes(k: Kernel, view, first, slot):
-    depth = k.tile.slice
-    for item, exists in _each(k, k.tile.features // 16 * depth * 32):
-        f, i, lane = item // (32 * depth), item // 32 % depth, item % 32
-        o, position = k.o0 + f, first + i
-        source = k.q.ptr_to([_wide(o), _wide(position), lane, 0])
-        inside = position < k.k_tiles if k.tile.features == 16 else tirx.all(o < k.o_tiles, position < k.k_tiles)
-        _copy(view.ptr_to([k.team, slot, f, i, lane, 0]), source, 16, inside, exists)
-
-
-def _fill_groups(k: Kernel, role: str, view, first, slot):
-    stage, dtype = Stage(k.weight, k.tile), k.weight.grouped[role]
-    width = min(16, group_bytes(dtype))
-    pieces = group_bytes(dtype) // width
-    for item, exists in _each(k, k.tile.features // 16 * stage.steps * pieces):
-        f, step, piece = item // (stage.steps * pieces), item // pieces % stage.steps, item % pieces
-        o, position = k.o0 + f, first * 64 + step * stage.step
-        g = tirx.truncdiv(position, k.weight.group) if k.weight.group else T.int32(0)
-        row = piece * (8 // pieces)
-        source = k.grouped[role].ptr_to([_wide(o), _wide(g), row, *([] if dtype == "u4" else [0])])
-        inside = tirx.all(o < k.o_tiles, position < k.K)
-        _copy(view.ptr_to([k.team, slot, f, step, piece * width]), source, width, inside, exists)
+def _copy(target, source, width: int, inside, exists):
+    """cp.async of `width` bytes, or of zeros unless `inside`; none at all unless `exists` (None: it does)."""
+    size = T.if_then_else(inside, T.uint32(width), T.uint32(0))
+    options = {} if exists is None else {"pred": exists}
+    cache = "cg" if width == 16 else "ca"
+    _ptx(f"cp.async.{cache}.shared.global", target, source, width, size, **options)
 
 
 # Stage -> accumulators
 
 
 def _multiply(k: Kernel, views, acc, slot):
-    """acc += the warp's features x tokens over one slice."""
+    """acc += the warp's features x tokens over one slice, 16 of k at a time, reading one time ahead of the mma."""
     tile, stage = k.tile, Stage(k.weight, k.tile)
     steps = (_SumStep if tile.correct == "sums" else _WeightStep)(k)
-    codes = T.alloc_local([4 * tile.feature_tiles], "uint32")
-    b = T.alloc_local([4 * tile.token_tiles], "uint32")
-    for s in range(4 * tile.slice):  # 16 of k
-        if s % 4 == 0:
-            for f in range(tile.feature_tiles):
-                at = [k.team, slot, k.feature_warp * tile.feature_tiles + f, s // 4, k.lane, 0]
-                _ptx("ld.shared.v4.b32", *(codes[4 * f + i] for i in range(4)), views["q"].ptr_to(at))
-        if 16 * s % stage.step == 0:
-            steps.begin(views, slot, 16 * s // stage.step)
-        operands = _token_fragments(k, views["x"], slot, b, s)
+    times = range(4 * tile.slice)
+    codes, tokens = {}, {}
+    for s in (*times, None):
+        if s is not None:
+            if s % 4 == 0:
+                codes[s // 4] = _load_codes(k, views["q"], slot, s // 4)
+            tokens[s] = _load_tokens(k, views["x"], slot, s, tokens)
+        if s == 0:
+            continue
+        now = times[-1] if s is None else s - 1
+        if 16 * now % stage.step == 0:
+            steps.begin(views, slot, 16 * now // stage.step)
         for f in range(tile.feature_tiles):
-            steps.multiply(acc, f, codes[4 * f + s % 4], operands)
-        if 16 * (s + 1) % stage.step == 0:
+            steps.multiply(acc, f, codes[now // 4][f][now % 4], tokens[now])
+        if 16 * (now + 1) % stage.step == 0:
             steps.end(acc)
 
 
-def _token_fragments(k: Kernel, view, slot, b, s: int):
-    """The B fragments of step s, as pairs of registers.
+def _load_codes(k: Kernel, view, slot, i: int):
+    """The lane's words of k tile i: four per feature tile."""
+    words = []
+    for f in range(k.tile.feature_tiles):
+        registers = T.alloc_local([4], "uint32")
+        address = view.ptr(slot, k.feature_warp * k.tile.feature_tiles + f, i, k.lane, 0)
+        words.append([registers[s] for s in range(4)])
+        _ptx("ld.shared.v4.b32", *words[-1], address)
+    return words
 
-    An ldmatrix.x4 reads four 8 x 8 matrices, lane l naming row l % 8 of matrix l // 8: k halves of two token tiles
-    or, if there is one token tile, the halves of two steps. Fewer than 8 tokens are repeated to fill a matrix.
+
+def _load_tokens(k: Kernel, view, slot, s: int, loaded):
+    """The B fragments of time s: a pair of registers per token tile.
+
+    An ldmatrix.x4 reads four 8 x 8 matrices, lane l naming row l % 8 of matrix l // 8: both k halves of two token
+    tiles or, if there is one token tile, of two times. Fewer than 8 tokens are repeated to fill a matrix.
     """
-    tile, tokens = k.tile, k.tile.token_tiles
-    row0 = k.token_warp * (8 * tokens)
-    if tokens == 1:
-        if s % 2 == 0:
-            row = row0 + k.lane % min(8, tile.tokens)
-            address = view.ptr_to([k.team, slot, row, _piece(row, 2 * s + k.lane // 8), 0])
-            _ptx(LDMATRIX, *(b[i] for i in range(4)), address)
-        return [(b[s % 2 * 2], b[s % 2 * 2 + 1])]
-    for j in range(0, tokens, 2):
-        row = row0 + 8 * j + k.lane // 16 * 8 + k.lane % 8
-        address = view.ptr_to([k.team, slot, row, _piece(row, 2 * s + k.lane // 8 % 2), 0])
-        _ptx(LDMATRIX, *(b[2 * j + i] for i in range(4)), address)
-    return [(b[2 * j], b[2 * j + 1]) for j in range(tokens)]
+    tile, row0 = k.tile, k.token_warp * (8 * k.tile.token_tiles)
+    pairs = []
+    if tile.token_tiles == 1 and s % 2:
+        return loaded[s - 1][1:]
+    for j in range(0, tile.token_tiles, 2):
+        if tile.token_tiles == 1:
+            row, piece = row0 + k.lane % min(8, tile.tokens), 2 * s + k.lane // 8
+        else:
+            row, piece = row0 + 8 * j + k.lane // 16 * 8 + k.lane % 8, 2 * s + k.lane // 8 % 2
+        b = T.alloc_local([4], "uint32")
+        address = view.ptr(slot, row, piece * 8)
+        _ptx("ldmatrix.sync.aligned.m8n8.x4.shared.b16", *(b[i] for i in range(4)), address)
+        pairs += [(b[0], b[1]), (b[2], b[3])]
+    return pairs
 
 
-UNALIGNED = False
-LDMATRIX = "ldmatrix.sync.aligned.m8n8.x4.shared.b16"
 
 
 def _mma(weight: Weight, d, first: int, a, b, start: bool):
@@ -572,7 +665,7 @@ def _load_group(k: Kernel, view, slot, f: int, step: int, dtype: str):
     words = T.alloc_local([2 if dtype == "float32" else 1], "uint32")
     n = int(words.shape[0])
     at = k.lane // 4 * (group_bytes(dtype) // 8)
-    address = view.ptr_to([k.team, slot, k.feature_warp * k.tile.feature_tiles + f, step, at])
+    address = view.ptr(slot, k.feature_warp * k.tile.feature_tiles + f, step, at)
     load = "ld.shared.u8" if dtype == "u4" else ("ld.shared.b32" if n == 1 else "ld.shared.v2.b32")
     _ptx(load, *(words[i] for i in range(n)), address)
     return [words[i] for i in range(n)]
@@ -640,6 +733,7 @@ class _SumStep:
         for register in range(4):
             _biased(self.weight, word, register, self.a[register])
         a = [self.a[register] for register in range(4)]
+        operands = operands[: self.tile.token_tiles]
         for j, b in enumerate(operands):
             _mma(self.weight, self.sums, 4 * (f * len(operands) + j), a, b, self.start)
         if f == self.tile.feature_tiles - 1:
@@ -652,7 +746,7 @@ class _SumStep:
         tokens = self.tile.token_tiles
         for f in range(self.tile.feature_tiles):
             for j in range(tokens):
-                for i in range(4):  # i // 2: feature c or c + 8; i % 2: token 2t or 2t + 1
+                for i in self.tile.registers:
                     at, r = 4 * (f * tokens + j) + i, 2 * f + i // 2
                     value = self.sums[at] - self.shift[r] * self.row_sums[4 * j + i % 2]
                     _set(acc, at, acc[at] + (self.scale[r] * value if self.weight.scale else value))
@@ -706,6 +800,7 @@ class _WeightStep:
         for register in range(4):
             (self._packed_pair if self.packed else self._float_pair)(f, word, register)
         a = [self.a[register] for register in range(4)]
+        operands = operands[: self.tile.token_tiles]
         for j, b in enumerate(operands):
             _mma(self.weight, acc, 4 * (f * len(operands) + j), a, b, start=False)
 
@@ -743,7 +838,7 @@ def _store_partials(k: Kernel, acc):
     partials = k.shared(tile.partials, "float32")
     for f in range(tile.feature_tiles):
         for j in range(tile.token_tiles):
-            for i in range(4):
+            for i in tile.registers:
                 token = (k.token_warp * tile.token_tiles + j) * 8 + k.lane % 4 * 2 + i % 2
                 feature = (k.feature_warp * tile.feature_tiles + f) * 16 + i // 2 * 8 + k.lane // 4
                 value = acc[4 * (f * tile.token_tiles + j) + i]

@@ -1,0 +1,61 @@
+// Runs TVM's CPU kernels on the OpenMP threads that torch already has, with no TVM library in the process.
+//
+// A TVM kernel launches parallel loops and allocates work space through context symbols that libtvm_runtime would
+// register.  This file is linked into every CPU artifact and registers them when the library is loaded.
+// GOMP_parallel and omp_* stay undefined here: they resolve to the libgomp that torch has loaded, so there is one
+// thread pool, and torch.set_num_threads holds for both.
+#include <tvm/ffi/c_api.h>
+#include <tvm/ffi/extra/c_env_api.h>
+
+#include <atomic>
+#include <cstdint>
+#include <cstdlib>
+
+extern "C" {
+struct TVMParallelGroupEnv {
+  void* sync_handle;
+  int32_t num_task;
+};
+typedef int (*ParallelLambda)(int task_id, TVMParallelGroupEnv* env, void* closure);
+void GOMP_parallel(void (*body)(void*), void* data, unsigned threads, unsigned flags);
+int omp_get_max_threads();
+int omp_get_thread_num();
+int omp_get_num_threads();
+}
+
+namespace {
+struct Launch {
+  ParallelLambda lambda;
+  void* closure;
+  int tasks;
+  std::atomic<int> status;
+};
+
+void body(void* data) {
+  auto* launch = static_cast<Launch*>(data);
+  TVMParallelGroupEnv env{nullptr, launch->tasks};
+  for (int task = omp_get_thread_num(); task < launch->tasks; task += omp_get_num_threads())
+    if (launch->lambda(task, &env, launch->closure) != 0) launch->status = -1;
+}
+
+// tasks = 0 asks for one task a thread, as TVM's own pool does.
+int parallel_launch(ParallelLambda lambda, void* closure, int tasks) {
+  const int threads = omp_get_max_threads();
+  Launch launch{lambda, closure, tasks ? tasks : threads, {0}};
+  GOMP_parallel(body, &launch, threads, 0);
+  return launch.status;
+}
+
+void* alloc_workspace(int, int, uint64_t bytes, int, int) { return std::aligned_alloc(64, (bytes + 63) / 64 * 64); }
+
+int free_workspace(int, int, void* pointer) {
+  std::free(pointer);
+  return 0;
+}
+
+__attribute__((constructor)) void register_symbols() {
+  TVMFFIEnvModRegisterContextSymbol("__TVMBackendParallelLaunch", reinterpret_cast<void*>(parallel_launch));
+  TVMFFIEnvModRegisterContextSymbol("__TVMBackendAllocWorkspace", reinterpret_cast<void*>(alloc_workspace));
+  TVMFFIEnvModRegisterContextSymbol("__TVMBackendFreeWorkspace", reinterpret_cast<void*>(free_workspace));
+}
+}  // namespace

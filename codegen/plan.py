@@ -1,0 +1,323 @@
+"""Scheme and target to plan: how operands meet the multiplier, how weights lie in memory, which kernels serve which m.
+
+Every decision is a field of the plan, and `print(plan)` shows all of them.  Nothing here builds code.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from qdsl.codegen.target import Target
+
+from qdsl.diagnostic import Diagnostic, TargetError, error
+from qdsl.dtype import DType, dtype
+from qdsl.expr import Binary, Expr, Number, Ref, of_dtype
+from qdsl.layout import Axis, Digit, Lane, Layout, Run, plain
+from qdsl.manifest import Buffer, Step, Variant
+from qdsl.scheme import Free, Group, Scheme, Tensor, Var
+from qdsl.split import Split, split
+
+VECTOR = 16  # output features in one CPU vector, or neighbouring threads of a SIMT kernel
+
+
+@dataclass(frozen=True)
+class MainLoop:
+    """What the tensor-core main loop needs to know of `w = (q - zero) * scale`."""
+
+    code: str
+    scale: str | None  # the grouped scale's name; scales without k are left to the epilogue
+    zero: str | None  # the loaded zero's name
+    constant: int  # a zero point known at compile time
+    group: int | None  # along k; None: one group
+
+
+@dataclass(frozen=True)
+class Plan:
+    scheme: Scheme
+    target: Target
+    weight: Split
+    activation: Split
+    multiply: DType
+    accumulate: DType
+    step: int | None  # partial sums are scaled every `step` inputs; None: once
+    main_loop: MainLoop | None  # None: the portable loop nest serves every m
+    buffers: tuple[Buffer, ...]
+    variants: tuple[Variant, ...]
+    offset: float
+    max_k: int | None
+    notes: tuple[Diagnostic, ...]
+
+    def buffer(self, name: str) -> Buffer:
+        return next(b for b in self.buffers if b.tensor == name)
+
+    def __str__(self) -> str:
+        compute = self.scheme.compute
+        lines = [
+            f"plan of {self.scheme.bound} for {self.target}",
+            f"  weight      {self.weight}",
+            f"  activation  {self.activation}",
+            f"  multiply    {compute.operand} as {self.multiply}, sums in {self.accumulate}",
+            f"  partial sum {'over all of k' if self.step is None else f'every {self.step} inputs'}",
+            f"  main loop   {self.main_loop or 'portable'}",
+            "  layouts",
+        ]
+        lines += [f"    {b.tensor}{b.layout} ({b.dtype})" for b in self.buffers]
+        lines.append("  variants")
+        for v in self.variants:
+            limit = "any m" if v.m_max is None else f"m <= {v.m_max}"
+            calls = "; ".join(f"{s.function}({', '.join(s.args)})" for s in v.steps)
+            lines.append(f"    {v.name}: {limit}: {calls}")
+        return "\n".join([*lines, *(str(note) for note in self.notes)])
+
+
+def plan(scheme: Scheme, target: Target) -> Plan:
+    """Decide everything; raises TargetError for what this code generator can't do yet."""
+    _refuse_unsupported(scheme, target)
+    activation = scheme.activation()
+    compute = scheme.compute
+    weight = split(scheme.weight, compute.operand, "w")
+    x_split = split(activation.operand, compute.operand, "x") if activation else _identity(compute.operand)
+    assert isinstance(weight, Split) and isinstance(x_split, Split), "checked schemes split"
+    multiply, notes = _multiply(scheme, target)
+    loop = _main_loop(scheme, weight, target, multiply)
+    step = _step(scheme, weight, x_split)
+    tile = loop is not None or (target.kind == "cuda" and scheme.code.dtype.bits == 4)
+    buffers = tuple(_buffer(t, scheme, tile) for t in scheme.tensors if t.loaded)
+    names = [b.tensor for b in buffers]
+    computed = [t for t in activation.operand.tensors if not t.loaded] if activation else []
+    quantize = tuple(Step(f"quantize_{t.name}", quantize_args(scheme, t)) for t in computed)
+    if loop is not None:
+        variants = _main_loop_variants(scheme, loop)
+    else:
+        given = tuple(t.name for t in computed) if activation else ("x",)
+        variants = (Variant("portable", None, (*quantize, Step("linear", (*given, *names, "y")))),)
+    offset = 0.0 if loop is None else (1024.0 if compute.operand.name == "f16" else 128.0) + 16
+    notes += _unused_hints(scheme, target)
+    return Plan(scheme, target, weight, x_split, multiply, compute.accumulator, step, loop, buffers, variants, offset,
+                _max_k(scheme, weight, x_split), notes)  # fmt: skip
+
+
+def quantize_args(scheme: Scheme, tensor: Tensor) -> tuple[str, ...]:
+    """What the kernel that computes `tensor` takes: x, the activation's loaded tensors, those computed before, itself."""
+    activation = scheme.activation()
+    assert activation is not None
+    before = []
+    for t in activation.operand.tensors:
+        if t.name == tensor.name:
+            break
+        before.append(t.name)
+    loaded_after = [t.name for t in activation.operand.loaded if t.name not in before]
+    return ("x", *before, *loaded_after, tensor.name)
+
+
+def _refuse_unsupported(scheme: Scheme, target: Target) -> None:
+    def refuse(what: str, span) -> None:
+        raise TargetError(str(error("not-generated", f"{what} can't be compiled yet", span,
+                                    "the reference and the layouts know it; kernels don't")))  # fmt: skip
+
+    if scheme.experts:
+        refuse("a stack of experts (index `e`)", scheme.code.span)
+    if scheme.phases:
+        refuse("a scheme with named activation phases", scheme.activations[0].operand.tensors[0].span)
+    if scheme.output.half:
+        refuse("an output that halves n", scheme.code.span)
+    for activation in scheme.activations:
+        if activation.transforms:
+            refuse("a transform of x", activation.transforms[0].value.span)
+    for t in scheme.tensors:
+        if any(isinstance(i, Free) for i in t.index):
+            refuse(f"`{t.name}`, whose extents come from the checkpoint,", t.span)
+
+
+def _identity(compute: DType) -> Split:
+    return Split(Ref("x"), None, None, None, None, (), False, of_dtype(compute), True)
+
+
+def _multiply(scheme: Scheme, target: Target) -> tuple[DType, tuple[Diagnostic, ...]]:
+    """The type operands are multiplied in: the declared one, or the cheapest that holds it exactly."""
+    wanted = scheme.compute.operand
+    if wanted.name in target.multiplies:
+        return wanted, ()
+    for name in target.multiplies:
+        candidate = dtype(name)
+        if candidate.is_float == wanted.is_float and of_dtype(wanted).fits(candidate):
+            note = Diagnostic("note", "widened", f"{target} has no {wanted} multiply", None, "",
+                              (f"operands are widened to {candidate}; every product stays exact",))  # fmt: skip
+            return candidate, (note,)
+    raise TargetError(
+        f"{target} has no multiplier that holds {wanted} exactly; it multiplies {', '.join(target.multiplies)}"
+    )
+
+
+def _step(scheme: Scheme, weight: Split, activation: Split) -> int | None:
+    sizes = [*weight.groups, *activation.groups]
+    if weight.gathered and not scheme.compute.operand.is_float:
+        return 1
+    return math.gcd(*sizes) if sizes else None
+
+
+def _max_k(scheme: Scheme, weight: Split, activation: Split) -> int | None:
+    """Inputs beyond which an integer accumulator could overflow."""
+    accumulate = scheme.compute.accumulator
+    if accumulate.is_float:
+        return None
+    largest = weight.range.size * activation.range.size
+    return int(accumulate.max // max(1, largest)) if not weight.groups and not activation.groups else None
+
+
+# ---- the tensor-core main loop -----------------------------------------------------------------------------------
+def _main_loop(scheme: Scheme, weight: Split, target: Target, multiply: DType) -> MainLoop | None:
+    """The main loop's view of the weight, or None when the equation is not `(4-bit code - zero) * scale`."""
+    code = scheme.code
+    if not target.fragments or scheme.activations or multiply.name not in ("f16", "bf16"):
+        return None
+    if scheme.output.dtype != multiply or code.dtype.bits != 4 or not code.dtype.is_integer:
+        return None
+    if weight.gathered or weight.correction is not None:
+        return None
+    zero = _zero(weight.core, code.name, scheme)
+    scale = _grouped_scale(weight.fold, scheme)
+    if zero is None or scale is None:
+        return None
+    name, constant = zero
+    groups = {_group(scheme.tensor(n)) for n in (name, scale) if n}
+    if len(groups) > 1 or not all(g is None or g in (16, 32) or g % 64 == 0 for g in groups):
+        return None
+    return MainLoop(code.name, scale or None, name or None, constant, next(iter(groups), None))
+
+
+def _zero(core: Expr, code: str, scheme: Scheme) -> tuple[str, int] | None:
+    """(loaded zero or "", constant zero) of a core `q`, `q - z` or `q - 8`."""
+    match core:
+        case Ref(name) if name == code:
+            return "", 0
+        case Binary("-", Ref(name), Number(value)) if name == code and float(value).is_integer():
+            return "", int(value)
+        case Binary("-", Ref(name), Ref(z)) if name == code:
+            tensor = scheme.tensor(z)
+            held = tensor.dtype.name in ("f16", "bf16", "f32") or (
+                tensor.dtype.kind == "uint" and tensor.dtype.bits == 4
+            )
+            return (z, 0) if held and _features_and_groups(tensor) else None
+        case _:
+            return None
+
+
+def _grouped_scale(fold: Expr | None, scheme: Scheme) -> str | None:
+    """The one scale tensor of the fold, "" when there is none, None when the fold is anything else."""
+    if fold is None:
+        return ""
+    if isinstance(fold, Ref):
+        tensor = scheme.tensor(fold.name)
+        if tensor.dtype.name in ("f16", "bf16", "f32") and _features_and_groups(tensor):
+            return fold.name
+    return None
+
+
+def _features_and_groups(t: Tensor) -> bool:
+    return len(t.index) == 2 and t.index[0] == Var("n") and isinstance(t.index[1], Group) and t.index[1].axis == "k"
+
+
+def _group(t: Tensor) -> int | None:
+    return t.index[1].size if len(t.index) == 2 and isinstance(t.index[1], Group) else None
+
+
+def _main_loop_variants(scheme: Scheme, loop: MainLoop) -> tuple[Variant, ...]:
+    from qdsl.codegen.cuda.mma import tiles
+
+    given = [n for n in (loop.code, loop.scale, loop.zero) if n]
+    rest = [t.name for t in scheme.tensors if t.loaded and t.name not in given]
+    args = ("x", *given, *rest, "y")
+    return tuple(Variant(t.name, t.m_max, (Step(f"linear_{t.name}", args),)) for t in tiles())
+
+
+# ---- kernel layouts ----------------------------------------------------------------------------------------------
+def _buffer(t: Tensor, scheme: Scheme, fragment: bool) -> Buffer:
+    layout = _layout(t, scheme, fragment)
+    if t.dtype.bits <= 8:
+        return Buffer(t.name, f"uint{layout.word}", layout)
+    native = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "i32": "int32", "idx": "int32"}
+    return Buffer(t.name, native[t.dtype.name], layout)
+
+
+def _layout(t: Tensor, scheme: Scheme, fragment: bool) -> Layout:
+    """Derived, not tabulated.
+
+    On tensor cores output features are the 16-row side of the fragment (rows c and c + 8: digits r, c); a lane reads
+    its two rows together.  Elsewhere neighbouring features lie in neighbouring vector lanes (digit v), and the codes
+    that share a byte are whole vectors apart (digit h), so that one shift serves a vector.
+    """
+    if t.index and t.index[0] == Var("n") and t.role not in ("bias", "residual"):
+        if t == scheme.code:
+            return _fragment_codes(t) if fragment else _vector_codes(t)
+        if fragment:
+            return _fragment_rows(t)
+        return _vector_rows(t, vector_features(scheme.code.dtype))
+    return plain(len(t.index), t.dtype.bits, max(8, 1 << (t.dtype.bits - 1).bit_length()))
+
+
+def _fragment_codes(t: Tensor) -> Layout:
+    """The A fragment of m16n8k16: n = r:2 c:8, k = h:2 t:4 p:2.  A lane is (c t) and loads four k-steps s, 16 bytes."""
+    dims = (
+        (Digit("o"), Digit("r", 2), Digit("c", 8)),
+        (Digit("i"), Digit("s", 4), Digit("h", 2), Digit("t", 4), Digit("p", 2)),
+    )
+    word = Run((Lane("p"), Lane("h"), Lane("r")))  # p slowest: the two halves of a register are 16 bits apart
+    return Layout(dims, (Axis(("o",)), Axis(("i",)), Axis(("c", "t")), Axis(("s",), (word,))), t.dtype.bits, 32)
+
+
+def _fragment_rows(t: Tensor) -> Layout:
+    rest = [Digit(name) for name, _ in zip("ghij", t.index[1:], strict=False)]
+    dims = ((Digit("o"), Digit("r", 2), Digit("c", 8)), *((d,) for d in rest))
+    outer = (Axis(("o",)), *(Axis((d.name,)) for d in rest))
+    if t.dtype.bits == 4:
+        return Layout(dims, (*outer, Axis(("c",), (Run((Lane("r"),)),))), 4, 8)
+    return Layout(dims, (*outer, Axis(("c",)), Axis(("r",))), t.dtype.bits, max(8, t.dtype.bits))
+
+
+def planes(bits: int) -> tuple[tuple[int, int], ...]:
+    """A width as bit planes of powers of two, (first bit, width) each: 5 = 4 + 1, 7 = 4 + 2 + 1."""
+    found, low = [], 0
+    for width in (8, 4, 2, 1):
+        if bits & width:
+            found.append((low, width))
+            low += width
+    return tuple(found)
+
+
+def vector_features(code: DType) -> int:
+    """Output features of one block of the vector layout: whole vectors, enough to fill a byte of the finest plane."""
+    return VECTOR * (8 // min(width for _, width in planes(code.bits)))
+
+
+def _vector_codes(t: Tensor) -> Layout:
+    halves = vector_features(t.dtype) // VECTOR
+    dims = ((Digit("o"), Digit("h", halves), Digit("v", VECTOR)), (Digit("k"),))
+    parts = planes(t.dtype.bits)
+    runs = tuple(Run((Lane("h"),), part if len(parts) > 1 else None) for part in parts)
+    if halves == 1:
+        return Layout(dims, (Axis(("o",)), Axis(("k",)), Axis(("h", "v"))), t.dtype.bits, 8)
+    return Layout(dims, (Axis(("o",)), Axis(("k",)), Axis(("v",), runs)), t.dtype.bits, 8)
+
+
+def _vector_rows(t: Tensor, features: int) -> Layout:
+    rest = [Digit(name) for name, _ in zip("ghij", t.index[1:], strict=False)]
+    dims = ((Digit("o"), Digit("v", features)), *((d,) for d in rest))
+    axes = (Axis(("o",)), *(Axis((d.name,)) for d in rest), Axis(("v",)))
+    return Layout(dims, axes, t.dtype.bits, max(8, 1 << (t.dtype.bits - 1).bit_length()))
+
+
+def _unused_hints(scheme: Scheme, target: Target) -> tuple[Diagnostic, ...]:
+    arch = target.arch.rstrip("a")
+    mine = [h for h in scheme.hints if h.target.rstrip("a") == arch or h.target == target.kind]
+    return tuple(
+        Diagnostic(
+            "note",
+            "unused-hint",
+            f"the schedule for {h.target} is not used",
+            h.span,
+            "this code generator picks its own tiles",
+        )
+        for h in mine
+    )

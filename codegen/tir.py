@@ -1,0 +1,215 @@
+"""Scheme expressions and layouts as TIR: the one place where equations become arithmetic.
+
+Codes decode to float32 (or int32 for integer products) exactly; results round once, where the scheme says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from qdsl.dtype import DType
+from qdsl.expr import Binary, Call, Cast, Expr, Item, Negate, Number, Ref
+from qdsl.manifest import Buffer
+
+Look = Callable[[Expr], tirx.Expr]
+
+
+def f32(value: float) -> tirx.Expr:
+    return tirx.const(float(value), "float32")
+
+
+def i32(value: int) -> tirx.Expr:
+    return tirx.const(int(value), "int32")
+
+
+def i64(value: int) -> tirx.Expr:
+    return tirx.const(int(value), "int64")
+
+
+def bits_of(value: tirx.Expr) -> tirx.Expr:
+    """A float32 as uint32."""
+    return T.reinterpret("uint32", value)
+
+
+def float_of(bits: tirx.Expr) -> tirx.Expr:
+    return T.reinterpret("float32", bits)
+
+
+def u32(value: int) -> tirx.Expr:
+    return tirx.const(value, "uint32")
+
+
+# ---- memory ------------------------------------------------------------------------------------------------------
+def load_bits(buffer: tirx.Buffer, declared: Buffer, index: Sequence[tirx.Expr], shape: Sequence) -> tirx.Expr:
+    """The bit pattern (uint32) of one element of a packed buffer, gathered from its fields."""
+    layout = declared.layout
+    result = None
+    for field in layout.address(index, shape):
+        word = T.cast(buffer[tuple(field.index)], "uint32")
+        shift = T.cast(field.shift, "uint32") if not isinstance(field.shift, int) else u32(field.shift)
+        part = word if isinstance(field.shift, int) and field.shift == 0 else word >> shift
+        if field.following is not None:
+            raise NotImplementedError("kernel layouts never split a code between words")
+        if field.width < layout.word:
+            part = part & u32((1 << field.width) - 1)
+        part = part << u32(field.low) if field.low else part
+        result = part if result is None else result | part
+    assert result is not None, "a layout has at least one field"
+    return result
+
+
+def load(buffer: tirx.Buffer, declared: Buffer, dtype: DType, index: Sequence[tirx.Expr], shape: Sequence) -> tirx.Expr:
+    """One element of a kernel buffer, decoded: int32 for integers, float32 for floats."""
+    if dtype.bits > 8:
+        (field,) = declared.layout.address(index, shape)
+        value = buffer[tuple(field.index)]
+        return T.cast(value, "float32") if dtype.is_float else value
+    return decode(dtype, load_bits(buffer, declared, index, shape))
+
+
+# ---- number formats ----------------------------------------------------------------------------------------------
+def decode(dtype: DType, pattern: tirx.Expr) -> tirx.Expr:
+    """A bit pattern of at most 8 bits (uint32) as float32, or as int32 for integer formats.  Exact for every code."""
+    if dtype.kind == "uint":
+        return T.cast(pattern, "int32")
+    if dtype.kind == "int":  # the sign bit moves to bit 31 and back
+        return (T.cast(pattern, "int32") << i32(32 - dtype.bits)) >> i32(32 - dtype.bits)
+    if dtype.name == "e8m0":
+        normal = float_of(T.if_then_else(pattern == u32(0), u32(0x00400000), pattern << u32(23)))
+        return T.if_then_else(pattern == u32(255), f32(float("nan")), normal)
+    # Exponent and mantissa land in the low end of float32's; one exact multiplication mends the bias, and subnormals
+    # of the small format come out right because they are subnormals of float32 until then.
+    magnitude = pattern & u32(dtype.mask >> 1)
+    value = float_of(magnitude << u32(23 - dtype.mantissa)) * f32(2.0 ** (127 - dtype.bias))
+    if dtype.special == "nan":
+        value = T.if_then_else(magnitude == u32(dtype.mask >> 1), f32(float("nan")), value)
+    if dtype.special == "ieee":
+        infinity = u32((2**dtype.exponent - 1) << dtype.mantissa)
+        special = T.if_then_else(magnitude == infinity, f32(float("inf")), f32(float("nan")))
+        value = T.if_then_else(magnitude >= infinity, special, value)
+    return T.if_then_else((pattern >> u32(dtype.bits - 1)) != u32(0), -value, value)
+
+
+def encode(dtype: DType, value: tirx.Expr) -> tirx.Expr:
+    """A float32 as the nearest element of `dtype`, ties to even, as its buffer stores it (see `storage`)."""
+    if dtype.name in ("f16", "bf16", "f32"):
+        return T.cast(value, storage(dtype))
+    if dtype.is_integer:
+        whole = saturate(dtype, T.nearbyint(value))
+        number = T.if_then_else(value != value, i32(0), T.cast(whole, "int32"))
+        return number if dtype.bits == 32 else T.cast(T.cast(number, "uint32") & u32(dtype.mask), "uint8")
+    bits = bits_of(value)
+    magnitude = T.min(float_of(bits & u32(0x7FFFFFFF)), f32(dtype.max))
+    if dtype.name == "e8m0":
+        exponent, fraction = bits_of(magnitude) >> u32(23), bits_of(magnitude) & u32(0x7FFFFF)
+        up = (fraction > u32(0x400000)) | ((fraction == u32(0x400000)) & ((exponent & u32(1)) == u32(1)))
+        code = T.if_then_else(value <= f32(0), u32(0), exponent + T.cast(up, "uint32"))
+        return T.cast(T.if_then_else(value != value, u32(255), code), "uint8")
+    # Round to a multiple of the binade's quantum, then read the code off the float32 that decoding would start from.
+    exponent = T.max(T.cast(bits_of(magnitude) >> u32(23), "int32"), i32(128 - dtype.bias))
+    quantum = float_of(T.cast(exponent - i32(dtype.mantissa), "uint32") << u32(23))
+    rounded = T.nearbyint(magnitude / quantum) * quantum
+    code = bits_of(rounded * f32(2.0 ** (dtype.bias - 127))) >> u32(23 - dtype.mantissa)
+    sign = (bits >> u32(31)) << u32(dtype.bits - 1)
+    nan = u32(dtype.nan_code or 0)
+    return T.cast(T.if_then_else(value != value, nan, code | sign), "uint8")
+
+
+def storage(dtype: DType) -> str:
+    """The buffer type of one unpacked element: its own for wide formats, a byte of bits for small ones."""
+    wide = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "i32": "int32", "idx": "int32"}
+    return wide.get(dtype.name, "uint8")
+
+
+def saturate(dtype: DType, value: tirx.Expr) -> tirx.Expr:
+    low, high = tirx.const(dtype.min, value.dtype), tirx.const(dtype.max, value.dtype)
+    return T.min(T.max(value, low), high)
+
+
+def round_to(dtype: DType, value: tirx.Expr) -> tirx.Expr:
+    """A cast inside an equation: the value rounded to `dtype`, still as int32 or float32."""
+    if dtype.is_integer and value.dtype == "int32":
+        return saturate(dtype, value)
+    if dtype.bits > 8:
+        encoded = encode(dtype, value)
+        return T.cast(encoded, "float32") if dtype.is_float else encoded
+    return decode(dtype, T.cast(encode(dtype, value), "uint32"))
+
+
+# ---- equations ---------------------------------------------------------------------------------------------------
+def translate(e: Expr, look: Look) -> tirx.Expr:
+    """An equation as TIR.  `look` gives tensors, table entries and reductions; integers stay int32 while they can."""
+
+    def both(a: tirx.Expr, b: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
+        return (a, b) if a.dtype == b.dtype else (as_float(a), as_float(b))
+
+    def value(node: Expr) -> tirx.Expr:
+        match node:
+            case Number(number):
+                whole = float(number).is_integer() and abs(number) < 2**31
+                return i32(int(number)) if whole else f32(number)
+            case Negate(arg):
+                return -value(arg)
+            case Cast(dtype, arg):
+                return round_to(dtype, value(arg))
+            case Binary("/", left, right):
+                return divide(as_float(value(left)), as_float(value(right)))
+            case Binary(op, left, right):
+                return _OPERATORS[op](*both(value(left), value(right)))
+            case Call(name, args) if name in _FUNCTIONS:
+                return _FUNCTIONS[name](*map(as_float, map(value, args)))
+            case Call("min" | "max" as name, args):
+                return (T.min if name == "min" else T.max)(*both(*map(value, args)))
+            case Call("abs" | "relu" as name, (arg,)):
+                inner = value(arg)
+                return T.max(inner, -inner) if name == "abs" else T.max(inner, tirx.const(0, inner.dtype))
+            case Ref() | Item() | Call():
+                return look(node)
+            case _:
+                raise AssertionError(f"no TIR for {node!r}")
+
+    return value(e)
+
+
+def as_float(value: tirx.Expr) -> tirx.Expr:
+    return value if value.dtype == "float32" else T.cast(value, "float32")
+
+
+def divide(a: tirx.Expr, b: tirx.Expr) -> tirx.Expr:
+    """Real division with 0/0 = 0."""
+    if isinstance(b, tirx.FloatImm) and b.value != 0:
+        return a / b
+    return T.if_then_else((a == f32(0)) & (b == f32(0)), f32(0), a / b)
+
+
+def _sigmoid(x: tirx.Expr) -> tirx.Expr:
+    return f32(1) / (f32(1) + T.exp(-x))
+
+
+def _gelu(x: tirx.Expr) -> tirx.Expr:
+    erf = T.call_pure_extern("float32", "erff", x * f32(np.sqrt(0.5)))
+    return f32(0.5) * x * (f32(1) + erf)
+
+
+_OPERATORS: Mapping[str, Callable] = {
+    "+": lambda a, b: a + b,
+    "-": lambda a, b: a - b,
+    "*": lambda a, b: a * b,
+    "//": lambda a, b: T.floor(a / b) if a.dtype == "float32" else T.floordiv(a, b),
+    "%": lambda a, b: a - T.floor(a / b) * b if a.dtype == "float32" else T.floormod(a, b),
+}
+_FUNCTIONS: Mapping[str, Callable] = {
+    "round": T.nearbyint,
+    "floor": T.floor,
+    "ceil": T.ceil,
+    "exp2": T.exp2,
+    "log2": T.log2,
+    "sigmoid": _sigmoid,
+    "silu": lambda x: x * _sigmoid(x),
+    "gelu": _gelu,
+    "tanh": T.tanh,
+}
