@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -152,7 +153,9 @@ class _Checker:
         for name, count in Counter(p.name for p in self.file.params).items():
             if count > 1 or name in RESERVED:
                 what = "declared twice" if count > 1 else "reserved"
-                self.report("duplicate-name", f"parameter `{name}` is {what}", declared[name].span)
+                self.report(
+                    "duplicate-name", f"parameter `{name}` is {what}", declared[name].span, "choose another name"
+                )
         for name in given:
             if name not in declared:
                 label = did_you_mean(name, declared) if declared else "the scheme has no parameters"
@@ -204,7 +207,7 @@ class _Checker:
             found = dtypes.find(f"{t.name}{int(bits)}") if whole else None
             return found or self.fail(
                 "bad-type", f"`{t.name}({t.arg})` is not a number format", t.span,
-                f"{'u1 to u8' if t.name == 'u' else 'i2 to i8'}, here {t.arg} = {bits:g}" if bits is not None else "",
+                f"{'u1 to u8' if t.name == 'u' else 'i2 to i8'}" + (f"; here {t.arg} = {bits:g}" if names(t.arg) else ""),
             )  # fmt: skip
         if t.arg is not None:
             self.fail("bad-type", f"`{t.name}` takes no argument", t.span, "only u(bits), i(bits) and idx(extent) do")
@@ -359,19 +362,41 @@ class _Checker:
 
     def check_role(self, d: ast.Decl, dtype: DType, index: tuple[Index, ...], where: str) -> None:
         if d.role == "code" and (dtype.bits > 8 or dtype.kind == "index"):
-            self.fail("bad-type", f"a code has at most 8 bits, `{d.type}` has {dtype.bits}", d.type.span)
+            self.fail(
+                "bad-type",
+                f"a code has at most 8 bits, `{d.type}` has {dtype.bits}",
+                d.type.span,
+                "wider values are scales or params",
+            )
         if (
             d.role == "code"
             and where == "weight"
             and index not in ((Var("n"), Var("k")), (Var("e"), Var("n"), Var("k")))
         ):
-            self.fail("bad-index", "a weight code is indexed [n, k], or [e, n, k] for experts", d.span)
+            self.fail(
+                "bad-index",
+                "a weight code is indexed [n, k], or [e, n, k] for experts",
+                d.span,
+                "layouts may store it in any order",
+            )
         if (d.role == "index") != (dtype.kind == "index"):
-            self.fail("bad-type", "an index tensor, and only it, has type `idx(…)`", d.type.span)
+            self.fail(
+                "bad-type", "an index tensor, and only it, has type `idx(…)`", d.type.span, "e.g. `idx(k // 128)`"
+            )
         if d.role in ("bias", "residual") and where != "output":
-            self.fail("misplaced-declaration", f"`{d.role}` belongs to the output block", d.span)
+            self.fail(
+                "misplaced-declaration",
+                f"`{d.role}` belongs to the output block",
+                d.span,
+                "declare it there, or as `param`",
+            )
         if d.optional and where != "output":
-            self.fail("misplaced-declaration", "only tensors of the output block can be optional", d.span)
+            self.fail(
+                "misplaced-declaration",
+                "only tensors of the output block can be optional",
+                d.span,
+                "drop the word, or write a second scheme",
+            )
         tokens = where == "activation" or (where == "output" and d.role == "residual")
         for i in index:
             if (not tokens and i == Var("m")) or (not tokens and isinstance(i, Group) and i.axis == "m"):
@@ -389,7 +414,12 @@ class _Checker:
                     "e.g. `table c[16] : f16 = {…}`",
                 )
             if size.size != len(d.value):
-                self.fail("table-size", f"`{d.name}` declares {size.size} entries and lists {len(d.value)}", d.span)
+                self.fail(
+                    "table-size",
+                    f"`{d.name}` declares {size.size} entries and lists {len(d.value)}",
+                    d.span,
+                    f"write `{d.name}[{len(d.value)}]`",
+                )
             for v in d.value:
                 if not math.isfinite(float(dtype.round(np.float64(v.value)))) or abs(v.value) > dtype.max:
                     self.fail("bad-table", f"`{v}` is no {dtype}", v.span, f"{dtype} ends at {dtype.max:g}")
@@ -446,7 +476,12 @@ class _Checker:
     def weight(self, block: ast.Weight) -> Operand:
         tensors = self.declare(block.decls, "weight")
         if not any(t.role == "code" for t in tensors) and not self.errors:
-            self.report("missing-code", "the weight has no code tensor", block.decode.span, "e.g. `code q[n, k] : u4`")
+            self.report(
+                "missing-code",
+                "the weight has no code tensor",
+                block.decode.span,
+                "declare one, e.g. `code q[n, k] : u4`",
+            )
         return Operand(tensors, self.attempt(self.decode, block.decode, "w", tensors) or Ref("w"))
 
     def decode(self, eq: ast.Equation, left: str, tensors: tuple[Tensor, ...]) -> Expr:
@@ -485,7 +520,7 @@ class _Checker:
 
     def transform(self, eq: ast.Equation) -> Transform:
         if eq.name != "x":
-            self.fail("wrong-left-side", "only x can be transformed", eq.name_span)
+            self.fail("wrong-left-side", "only x can be transformed", eq.name_span, "write `x[m, …]`")
         places = tuple(p.names if isinstance(p, Digits) else p.name for p in eq.places or ())
         if not places or places[0] != "m" or len(places) != 2:
             self.fail(
@@ -627,8 +662,9 @@ class _Checker:
             known[eq.name] = None
         missing = [n for n in weights if n not in dict(result) and weights[n].role != "index"]
         if missing and not self.errors:
-            self.report("quantize-incomplete", f"`quantize` does not say how to make {', '.join(f'`{n}`' for n in missing)}",
-                        block.span if block.span.text.count("\n") == 0 else Span(block.span.source, block.span.start, block.span.start + 8))  # fmt: skip
+            head = Span(block.span.source, block.span.start, block.span.start + len("quantize"))
+            what = f"`quantize` does not say how to make {', '.join(f'`{n}`' for n in missing)}"
+            self.report("quantize-incomplete", what, head, f"add `{missing[0]} = …`")
         return tuple(result)
 
     def in_weight(self, name: str) -> bool:
@@ -659,7 +695,7 @@ class _Checker:
             return tuple(self.choice(x) for x in c)
         value = constant(self.expr(c, {}))
         if value is None or not value.is_integer() or value < 1:
-            self.fail("bad-hint", f"`{c}` is not a positive whole number", c.span)
+            self.fail("bad-hint", f"`{c}` is not a positive whole number", c.span, "hints count things")
         return int(value)
 
     # ---- layouts ------------------------------------------------------------------------------------------------
@@ -684,7 +720,12 @@ class _Checker:
         for name, count in Counter(x.tensor for x in block.bindings).items():
             if count > 1:
                 again = [x for x in block.bindings if x.tensor == name][1]
-                self.report("duplicate-binding", f"`{name}` is bound twice in layout `{block.name}`", again.tensor_span)
+                self.report(
+                    "duplicate-binding",
+                    f"`{name}` is bound twice in layout `{block.name}`",
+                    again.tensor_span,
+                    "remove one",
+                )
         bound = {x.tensor for x in block.bindings}
         wanted = [
             t for t in self.tensors.values() if t.loaded and not t.optional and t.role not in ("bias", "residual")
@@ -696,6 +737,7 @@ class _Checker:
                 "missing-binding",
                 f"layout `{block.name}` does not say where {', '.join(f'`{n}`' for n in missing)} lies",
                 head,
+                f'e.g. `{missing[0]} = "name" : {self.tensors[missing[0]].dtype}`',
             )
         return Storage(block.name, tuple(bindings), block.record)
 
@@ -772,7 +814,12 @@ class _Checker:
             self.fail("bad-convention", "this convention can't be undone when weights are written", x.value.span,
                       "use + - * / with constants around the stored name")  # fmt: skip
         if tensor.dtype.is_integer and any(isinstance(n, Binary) and n.op not in "+-" for n in walk(value)):
-            self.fail("bad-convention", "integers are shifted by + or -, modulo their range", x.value.span)
+            self.fail(
+                "bad-convention",
+                "integers are shifted by + or -, modulo their range",
+                x.value.span,
+                f"`{tensor.name}` is {tensor.dtype}",
+            )
         return value, words, store
 
     def digits(
@@ -791,7 +838,7 @@ class _Checker:
         seen: dict[str, ast.DigitRef] = {}
         for d in (d for dim in x.logical for d in dim):
             if d.name in seen:
-                self.fail("digit-twice", f"digit `{d.name}` is split off twice", d.span)
+                self.fail("digit-twice", f"digit `{d.name}` is split off twice", d.span, "choose another name")
             seen[d.name] = d
         dims = tuple(tuple(Digit(d.name, self.digit_extent(d)) for d in dim) for dim in x.logical)
         axes = tuple(self.axis(a, seen) for a in store.axes or ())
@@ -820,7 +867,8 @@ class _Checker:
             extent = self.params.get(d.extent)
             if not isinstance(extent, int):
                 sizes = [n for n, v in self.params.items() if isinstance(v, int)]
-                self.fail("unknown-name", f"`{d.extent}` is no size parameter", d.span, did_you_mean(d.extent, sizes))
+                self.fail("unknown-name", f"`{d.extent}` is no size parameter", d.span,
+                          did_you_mean(d.extent, sizes) or "declare it: `scheme name(size: int = 8)`")  # fmt: skip
         if isinstance(extent, int) and not 1 <= extent <= _LARGEST:
             self.fail("bad-extent", f"digit `{d.name}` can't have extent {extent}", d.span, f"1 to {_LARGEST}")
         return extent  # type: ignore[return-value]
@@ -839,16 +887,18 @@ class _Checker:
                             "a run of words is the fastest part of its axis",
                         )
                     if item not in seen:
+                        word = re.search(rf"\b{item}\b", a.span.text)
+                        assert word, "the digit was read from this text"
+                        at = Span(a.span.source, a.span.start + word.start(), a.span.start + word.end())
                         self.fail(
-                            "digit-unknown",
-                            f"`{item}` is not a digit of the left side",
-                            a.span,
-                            did_you_mean(item, seen),
+                            "digit-unknown", f"`{item}` is not a digit of the left side", at, did_you_mean(item, seen)
                         )
                     digits.append(item)
                 case int():
                     if item != 1 or len(a.items) > 1:
-                        self.fail("bad-axis", "only a lone 1 (a unit axis) can stand here", a.span)
+                        self.fail(
+                            "bad-axis", "only a lone 1 (a unit axis) can stand here", a.span, "name a digit, or write 1"
+                        )
                 case ast.RunRef():
                     for lane in item.lanes:
                         if lane.name not in seen:
@@ -876,11 +926,18 @@ class _Checker:
         used = Counter(n for a in axes for n in a.digits)
         packed = [a for a in axes if a.runs]
         if len(packed) > 1:
-            self.fail("bad-axis", "only one axis can hold packed words", store.span)
+            self.fail(
+                "bad-axis", "only one axis can hold packed words", store.span, "put these digits in one pair of braces"
+            )
         for a in packed:
             sets = {frozenset(lane.name for lane in r.lanes) for r in a.runs}
             if len(sets) > 1:
-                self.fail("bad-axis", "the runs of one axis hold the same digits", store.span)
+                self.fail(
+                    "bad-axis",
+                    "the runs of one axis hold the same digits",
+                    store.span,
+                    "they are bit ranges of the same elements",
+                )
             used.update(lane.name for lane in a.runs[0].lanes)
         for name, ref in seen.items():
             if not used[name]:
@@ -888,7 +945,9 @@ class _Checker:
                 self.fail("digit-lost", f"`{name}` is split off but never stored", ref.span, fix)
         for name, count in used.items():
             if count > 1:
-                self.fail("digit-twice", f"digit `{name}` is stored twice", store.span)
+                self.fail(
+                    "digit-twice", f"digit `{name}` is stored twice", store.span, "each digit stands once in the axes"
+                )
 
     def check_runs(self, store: ast.Store, layout: Layout, extents: Mapping[str, int | None], stored: DType) -> None:
         runs = [(r, ref) for a, aref in zip(layout.axes, store.axes or (), strict=True) if a.runs
@@ -922,7 +981,9 @@ class _Checker:
                           f"{math.prod(s for s in sizes if s)} elements of {width} bits"
                           + (f" and {run.pad} unused" if run.pad else ""))  # fmt: skip
         if covered != Counter(range(layout.bits)):
-            self.fail("bit-range", f"the runs do not hold each of the {layout.bits} bits exactly once", runs[0][1].span)
+            self.fail("bit-range", f"the runs do not hold each of the {layout.bits} bits exactly once", runs[0][1].span,
+                      "; ".join(f"bit {b} {'twice' if covered[b] else 'never'}" for b in sorted({*covered, *range(layout.bits)})
+                                if covered[b] != 1 or b >= layout.bits))  # fmt: skip
 
     def check_types(self, x: ast.Binding, tensor: Tensor, stored: DType, value: Expr, layout: Layout) -> None:
         packed = any(a.runs for a in layout.axes)
@@ -934,7 +995,7 @@ class _Checker:
                 "type-mismatch",
                 f"`{tensor.name}` is {declared}, stored as {stored}",
                 x.type.span,
-                "store its bits, or a float",
+                f"a float, or u{declared.bits} for its bits" if declared.bits in (8, 16) else "a float",
             )
         if declared.is_float and stored.is_float:
             exact = (
@@ -945,12 +1006,13 @@ class _Checker:
             if not exact and value == Stored():
                 self.fail(
                     "type-mismatch",
-                    f"not every {stored} is a {declared}",
+                    f"{declared} can't hold every {stored}",
                     x.type.span,
                     f"declare `{tensor.name}` as {stored}",
                 )
         if not declared.is_float and (stored.is_float or stored.bits < declared.bits):
-            self.fail("type-mismatch", f"`{tensor.name}` is {declared}, stored as {stored}", x.type.span)
+            needed = f"an integer type of at least {declared.bits} bits"
+            self.fail("type-mismatch", f"`{tensor.name}` is {declared}, stored as {stored}", x.type.span, needed)
 
     # ---- the multiplier -----------------------------------------------------------------------------------------
     def compute(self, scheme: Scheme, block: ast.Compute) -> None:
@@ -963,7 +1025,8 @@ class _Checker:
             )
             return
         if scheme.compute.operand.is_float != scheme.compute.accumulator.is_float:
-            self.report("bad-type", f"products of {block.operand} can't be summed in {block.accumulator}", block.span)
+            self.report("bad-type", f"products of {block.operand} can't be summed in {block.accumulator}", block.span,
+                        "integers sum in i32, floats in f32")  # fmt: skip
             return
         operands = [(scheme.weight, "w"), *((a.operand, "x") for a in scheme.activations)]
         for operand, given in operands:

@@ -6,6 +6,7 @@ Nothing is resolved here: names are strings, parameters are unbound.  `check` tu
 from __future__ import annotations
 
 import functools
+import re
 from dataclasses import dataclass, field
 from importlib import resources
 
@@ -273,7 +274,8 @@ def _check_depth(source: Source, tree: Tree) -> None:
     while level:
         depth += 1
         if depth > _DEPTH:
-            at = Span(source, level[0].meta.start_pos, level[0].meta.end_pos)
+            start = level[0].meta.start_pos
+            at = Span(source, start, min(level[0].meta.end_pos, start + 20))
             raise SchemeError([error("too-deep", f"more than {_DEPTH} levels of nesting", at, "write it in parts")])
         level = [child for node in level for child in node.children if isinstance(child, Tree)]
 
@@ -320,7 +322,11 @@ def _explain(source: Source, unexpected: UnexpectedInput):
     if token.type == "$END":
         end = len(source.text.rstrip())
         at = Span(source, max(0, end - 1), max(1, end))
-        return error("unexpected-end", "the file ends too early", at, _describe(unexpected.accepts or set()))
+        notes = []
+        if (opened := _unclosed(source)) is not None:
+            notes = [f"the `{source.text[opened]}` on line {source.position(opened)[0]} is never closed"]
+        label = _describe(unexpected.accepts or set())
+        return error("unexpected-end", "the file ends too early", at, label, notes=notes)
     at = Span(source, token.start_pos, token.end_pos)
     # A misspelt keyword is a legal name, so the parser only stumbles over the word after it.
     previous = source.text[: token.start_pos].rstrip()
@@ -334,9 +340,23 @@ def _explain(source: Source, unexpected: UnexpectedInput):
         if match:
             return error("unknown-keyword", f"unknown keyword `{word}`", span, f"did you mean `{match}`?")
     label = _describe(unexpected.accepts or unexpected.expected)
+    if token.type == "ROLE":
+        fix = "declarations come first in a block, before its equations"
+        return error("unexpected-token", f"unexpected `{token}`", at, label, fix=fix)
     if token.type == "NAME" and (match := closest(str(token), _keywords())):
         return error("unknown-keyword", f"unexpected `{token}`", at, f"did you mean `{match}`?", fix=label)
     return error("unexpected-token", f"unexpected `{token}`", at, label)
+
+
+def _unclosed(source: Source) -> int | None:
+    """Where the innermost bracket that nothing closes stands."""
+    opened = []
+    for found in re.finditer(r'"[^"\n]*"|#[^\n]*|[][(){}]', source.text):
+        if found[0] in "([{":
+            opened.append(found.start())
+        elif found[0] in ")]}" and opened:
+            opened.pop()
+    return opened[-1] if opened else None
 
 
 def _split(children: list, kind: type) -> tuple[list, list]:

@@ -1,0 +1,13 @@
+scheme bad_hint
+
+weight {
+    code q[n, k] : u4
+    w ~ q
+}
+
+compute f16 -> f32
+output f16
+
+schedule sm_80 when m <= 16 {
+    stages = 2.5
+}

@@ -1,0 +1,14 @@
+scheme duplicate_binding
+
+weight {
+    code q[n, k] : u4
+    w ~ q
+}
+
+compute f16 -> f32
+output f16
+
+layout mine {
+    q = "weight" : u8
+    q = "qweight" : u8
+}

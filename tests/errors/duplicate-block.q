@@ -1,0 +1,14 @@
+scheme duplicate_block
+
+weight {
+    code q[n, k] : u4
+    w ~ q
+}
+
+compute f16 -> f32
+output f16
+
+weight {
+    code r[n, k] : u4
+    w ~ r
+}

@@ -1,0 +1,12 @@
+scheme inside_the_sum
+
+weight {
+    code  q[n, k]        : u4
+    scale s[n, k // 128] : f16
+    w ~ q * s
+}
+
+compute f16 -> f32
+output f16 {
+    y = acc * s
+}

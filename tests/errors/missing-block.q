@@ -1,0 +1,6 @@
+scheme missing_block
+
+weight {
+    code q[n, k] : u4
+    w ~ q
+}

@@ -1,0 +1,13 @@
+scheme open_extent
+
+weight {
+    code q[n, k] : u4
+    w ~ q
+}
+
+compute f16 -> f32
+output f16
+
+layout mine {
+    q[n, (b l)] = "weight"[n, b l] : u8
+}

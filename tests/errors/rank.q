@@ -1,0 +1,15 @@
+scheme rank
+
+weight {
+    code  q[n, k]        : u4
+    scale s[n, k // 128] : f16
+    w ~ q * s
+}
+
+compute f16 -> f32
+output f16
+
+layout mine {
+    q = "weight" : u8
+    s[n] = "scales"[n] : f16
+}

@@ -1,0 +1,15 @@
+scheme type_mismatch_bits
+
+weight {
+    code  q[n, k] : u4
+    scale s[n]    : f32
+    w ~ q * s
+}
+
+compute f16 -> f32
+output f16
+
+layout mine {
+    q = "weight" : u8
+    s = "scales" : u16
+}

@@ -1,0 +1,9 @@
+scheme unexpected_token_expression
+
+weight {
+    code q[n, k] : u4
+    w ~ q *
+}
+
+compute f16 -> f32
+output f16

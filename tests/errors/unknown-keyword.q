@@ -1,0 +1,12 @@
+scheme unknown_keyword
+
+weight {
+    code q[n, k] : u4
+    w ~ q
+}
+
+compute f16 -> f32
+output f16
+
+wieght {
+}

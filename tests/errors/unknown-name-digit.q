@@ -1,0 +1,13 @@
+scheme unknown_name_digit
+
+weight {
+    code q[n, k] : u4
+    w ~ q
+}
+
+compute f16 -> f32
+output f16
+
+layout mine {
+    q[n, (b l:size)] = "weight"[n, b {l}] : u8
+}

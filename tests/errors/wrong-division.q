@@ -1,0 +1,10 @@
+scheme wrong_division
+
+weight {
+    code  q[n, k]        : u4
+    scale s[n, k / 128] : f16
+    w ~ q * s
+}
+
+compute f16 -> f32
+output f16

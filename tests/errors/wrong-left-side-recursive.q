@@ -1,0 +1,15 @@
+scheme wrong_left_side_recursive
+
+weight {
+    code q[n, k] : i8
+    w ~ q
+}
+
+activation {
+    scale t[m]    : f32 = amax(abs(x)) / 127
+    code  a[m, k] : i8  = x / t
+    x ~ x + a * t
+}
+
+compute i8 -> i32
+output f16

@@ -1,0 +1,16 @@
+scheme wrong_left_side_transform
+
+weight {
+    code q[n, k] : i8
+    w ~ q
+}
+
+activation {
+    transform y[m, k] = x[m, k]
+    scale t[m]    : f32 = amax(abs(x)) / 127
+    code  a[m, k] : i8  = x / t
+    x ~ a * t
+}
+
+compute i8 -> i32
+output f16
