@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from qdsl.codegen.plan import VECTOR, Plan, quantize_args, vector_features
-from qdsl.codegen.tir import as_float, decode, encode, f32, i64, load, load_bits, storage, translate
+from qdsl.codegen.tir import as_float, decode, dtype_of, encode, f32, i64, load, load_bits, storage, translate
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
@@ -64,7 +64,7 @@ class Parameters:
         shape = [self.extent(i) for i in tensor.index]
         value = load(buffer, self.plan.buffer(name), tensor.dtype, index, shape) if index else _scalar(buffer, tensor)
         if tensor.optional:
-            return T.if_then_else(buffer.shape[0] > i64(0), value, tirx.const(0, value.dtype))
+            return T.if_then_else(buffer.shape[0] > i64(0), value, tirx.const(0, dtype_of(value)))
         return value
 
     def position(self, i: Index, at: Mapping[str, tirx.Expr]) -> tirx.Expr:
@@ -441,7 +441,7 @@ def _inside(position: tirx.Expr, size: tirx.Expr) -> tirx.Expr:
 
 
 def _cast_sum(s: _Linear, value: tirx.Expr) -> tirx.Expr:
-    return value if value.dtype == s.sums else T.cast(value, s.sums)
+    return value if dtype_of(value) == s.sums else T.cast(value, s.sums)
 
 
 def _core(s: _Linear, core: Expr, at: Mapping[str, tirx.Expr], code: str) -> tirx.Expr:

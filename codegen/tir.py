@@ -18,6 +18,10 @@ from qdsl.manifest import Buffer
 Look = Callable[[Expr], tirx.Expr]
 
 
+def dtype_of(value: tirx.Expr) -> str:
+    return str(value.ty.dtype)
+
+
 def f32(value: float) -> tirx.Expr:
     return tirx.const(float(value), "float32")
 
@@ -126,13 +130,13 @@ def storage(dtype: DType) -> str:
 
 
 def saturate(dtype: DType, value: tirx.Expr) -> tirx.Expr:
-    low, high = tirx.const(dtype.min, value.dtype), tirx.const(dtype.max, value.dtype)
+    low, high = (tirx.const(limit, dtype_of(value)) for limit in (dtype.min, dtype.max))
     return T.min(T.max(value, low), high)
 
 
 def round_to(dtype: DType, value: tirx.Expr) -> tirx.Expr:
     """A cast inside an equation: the value rounded to `dtype`, still as int32 or float32."""
-    if dtype.is_integer and value.dtype == "int32":
+    if dtype.is_integer and dtype_of(value) == "int32":
         return saturate(dtype, value)
     if dtype.bits > 8:
         encoded = encode(dtype, value)
@@ -145,7 +149,7 @@ def translate(e: Expr, look: Look) -> tirx.Expr:
     """An equation as TIR.  `look` gives tensors, table entries and reductions; integers stay int32 while they can."""
 
     def both(a: tirx.Expr, b: tirx.Expr) -> tuple[tirx.Expr, tirx.Expr]:
-        return (a, b) if a.dtype == b.dtype else (as_float(a), as_float(b))
+        return (a, b) if dtype_of(a) == dtype_of(b) else (as_float(a), as_float(b))
 
     def value(node: Expr) -> tirx.Expr:
         match node:
@@ -166,7 +170,7 @@ def translate(e: Expr, look: Look) -> tirx.Expr:
                 return (T.min if name == "min" else T.max)(*both(*map(value, args)))
             case Call("abs" | "relu" as name, (arg,)):
                 inner = value(arg)
-                return T.max(inner, -inner) if name == "abs" else T.max(inner, tirx.const(0, inner.dtype))
+                return T.max(inner, -inner) if name == "abs" else T.max(inner, tirx.const(0, dtype_of(inner)))
             case Ref() | Item() | Call():
                 return look(node)
             case _:
@@ -176,7 +180,7 @@ def translate(e: Expr, look: Look) -> tirx.Expr:
 
 
 def as_float(value: tirx.Expr) -> tirx.Expr:
-    return value if value.dtype == "float32" else T.cast(value, "float32")
+    return value if dtype_of(value) == "float32" else T.cast(value, "float32")
 
 
 def divide(a: tirx.Expr, b: tirx.Expr) -> tirx.Expr:
@@ -199,8 +203,8 @@ _OPERATORS: Mapping[str, Callable] = {
     "+": lambda a, b: a + b,
     "-": lambda a, b: a - b,
     "*": lambda a, b: a * b,
-    "//": lambda a, b: T.floor(a / b) if a.dtype == "float32" else T.floordiv(a, b),
-    "%": lambda a, b: a - T.floor(a / b) * b if a.dtype == "float32" else T.floormod(a, b),
+    "//": lambda a, b: T.floor(a / b) if dtype_of(a) == "float32" else T.floordiv(a, b),
+    "%": lambda a, b: a - T.floor(a / b) * b if dtype_of(a) == "float32" else T.floormod(a, b),
 }
 _FUNCTIONS: Mapping[str, Callable] = {
     "round": T.nearbyint,

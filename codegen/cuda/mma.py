@@ -31,12 +31,10 @@ tokens correct the weights.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
 
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
@@ -44,6 +42,7 @@ from tvm.tirx.script import builder as T
 
 BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
 ITEM_BYTES = {**BYTES, "uint32": 4, "uint8": 1}
+SHARED = 99 * 1024  # bytes that one CTA can have on every GPU since sm_80
 
 Extra = tuple[str, Callable, str]  # name, (M, N, K) -> shape, dtype
 Epilogue = Callable[[tirx.Expr, tirx.Expr, tirx.Expr, Mapping[str, tirx.Buffer]], tirx.Expr]
@@ -85,7 +84,7 @@ class Weight:
         assert self.compute in HALVES, f"no 16-bit multiplier for {self.compute}"
         assert self.zero in (None, "u4", *BYTES) and self.scale in (None, *BYTES), self
         assert self.group is None or self.group in (16, 32) or self.group % 64 == 0, f"group {self.group}"
-        assert 0 <= self.offset <= 64, f"bias {self.bias} leaves the exact range of the bit trick"
+        assert 0 <= self.offset <= 48, f"bias {self.bias} leaves the exact range of the bit trick"
 
     @property
     def half(self) -> Half:
@@ -123,6 +122,7 @@ class Tile:
     def __post_init__(self):
         assert self.correct in ("sums", "weights"), self
         assert self.stages >= 2, f"{self}: one stage cannot be filled while it is read"
+        assert self.team_threads == 32 or self.teams < 16, f"{self}: there are 16 barriers"
         for extent in (self.tokens, self.features // 16, *self.split, self.slice):
             assert extent and extent & (extent - 1) == 0, f"{self}: {extent} is not a power of two"
 
@@ -170,11 +170,12 @@ class Tile:
 def tiles() -> tuple[Tile, ...]:
     """The default tiles, by rising m_max."""
     return (
-        Tile("m1", 1, "sums", tokens=1, features=16, split=(1, 1, 8), slice=4, stages=3),
-        Tile("m8", 8, "sums", tokens=8, features=32, split=(1, 1, 8), slice=2, stages=2),
-        Tile("m16", 16, "sums", tokens=16, features=32, split=(1, 2, 4), slice=2, stages=3),
-        Tile("m64", 64, "weights", tokens=64, features=64, split=(1, 2, 4), slice=1, stages=2),
-        Tile("any", None, "weights", tokens=128, features=128, split=(2, 4, 1), slice=1, stages=3),
+        Tile("m1", 1, "sums", tokens=1, features=32, split=(1, 1, 8), slice=2, stages=3, resident=2),
+        Tile("m8", 8, "sums", tokens=8, features=32, split=(1, 1, 4), slice=4, stages=2, resident=2),
+        Tile("m16", 16, "sums", tokens=16, features=32, split=(1, 1, 8), slice=2, stages=2, resident=2),
+        Tile("m64", 64, "weights", tokens=32, features=64, split=(1, 1, 4), slice=2, stages=2, resident=2),
+        Tile("m128", 128, "weights", tokens=64, features=64, split=(1, 1, 4), slice=1, stages=2, resident=1),
+        Tile("any", None, "weights", tokens=128, features=128, split=(2, 2, 1), slice=2, stages=2, resident=1),
     )
 
 
@@ -187,6 +188,7 @@ def lower(
     output: str | None = None,
 ) -> tirx.PrimFunc:
     """The kernel (x, q, [s], [z], *extra, y); y has the type `output`, by default that of x."""
+    tile = fitted(weight, tile)
     with IRBuilder() as builder, T.prim_func(False, False, False):
         T.func_name(name)
         T.func_attr({"global_symbol": name, "tirx.noalias": True})
@@ -226,18 +228,26 @@ class Stage:
         """Shape and type by operand."""
         tile = self.tile
         blocks = tile.features // 16
-        # Rows are padded by 16 bytes: the 8 rows that ldmatrix reads at once are in different banks.
-        shapes = {"x": ((tile.tokens, 64 * tile.slice + 8), self.weight.compute)}
-        shapes["q"] = ((blocks, tile.slice, 32, 4), "uint32")
+        shapes = {
+            "q": ((blocks, tile.slice, 32, 4), "uint32"),
+            "x": ((tile.tokens, 64 * tile.slice), self.weight.compute),
+        }
         for role, dtype in self.weight.grouped.items():
             shapes[role] = ((blocks, self.steps, group_bytes(dtype)), "uint8")
         return shapes
 
     def offset(self, operand: str | None = None) -> int:
-        """First byte of the operand; without an operand, the bytes of a stage."""
-        before = itertools.takewhile(lambda item: item[0] != operand, self.shapes.items())
-        sizes = (math.prod(shape) * ITEM_BYTES[dtype] for _, (shape, dtype) in before)
-        return sum(-(-size // 16) * 16 for size in sizes)
+        """First byte of the operand; without an operand, the bytes of a stage.
+
+        Stages, q and x begin on 128 bytes: pieces that are copied across the lines of shared memory take twice as
+        long. Scales and zeros are small and begin on 16 bytes.
+        """
+        end = 0
+        for name, (shape, dtype) in self.shapes.items():
+            if name == operand:
+                return end
+            end += -(-math.prod(shape) * ITEM_BYTES[dtype] // 16) * 16
+        return -(-end // 128) * 128
 
 
 @dataclass(frozen=True)
@@ -267,6 +277,17 @@ def group_bytes(dtype: str) -> int:
 def pool_bytes(weight: Weight, tile: Tile) -> int:
     """Shared memory of a CTA: the stages, and later the partial sums in their place."""
     return max(tile.teams * tile.stages * Stage(weight, tile).offset(), 4 * math.prod(tile.partials))
+
+
+def fitted(weight: Weight, tile: Tile) -> Tile:
+    """The tile with as many stages, then as long slices, as fit into shared memory."""
+    while pool_bytes(weight, tile) > SHARED:
+        if tile.stages > 2:
+            tile = replace(tile, stages=tile.stages - 1)
+        else:
+            assert tile.slice > 1, f"{tile}: needs {pool_bytes(weight, tile)} bytes of shared memory"
+            tile = replace(tile, slice=tile.slice // 2)
+    return tile
 
 
 @dataclass(frozen=True)
@@ -526,7 +547,11 @@ class _FillGroups:
 
 
 class _FillTokens:
-    """Pieces of eight numbers of a row of x; number by number if the pieces are not aligned."""
+    """Pieces of eight numbers of a row of x; number by number if the pieces are not aligned.
+
+    Piece c of row r is stored as piece c ^ (r % 8), so that the 8 rows that ldmatrix reads at once are in different
+    banks. Where r = r0 + r1 and the bits of r0 and r1 are disjoint, that is (c ^ r0 % 8) ^ (r1 % 8).
+    """
 
     def __init__(self, k: Kernel, view, first):
         self.k, self.view = k, view
@@ -549,7 +574,7 @@ class _FillTokens:
             r, c = divmod(n * threads, self.pieces)
             source = k.x.ptr_to([0, self.offset[0] + (r * _wide(k.K) + c * 8)])
             inside = tirx.all(r < k.M - k.m0 - self.r, self.column[0] + c * 8 < k.K)
-            target = self.view.ptr(slot, self.r + r, (self.c + c) * 8)
+            target = self.view.ptr(slot, self.r + r, ((self.c ^ self.r % 8) ^ r % 8) * 8 + c * 8)
             _copy(target, source, 16, inside, None if total >= threads else k.team_thread < total)
 
     def _copy_numbers(self, slot):
@@ -561,7 +586,7 @@ class _FillTokens:
             inside = tirx.all(k.m0 + r < k.M, first + c < k.K)
             number = k.x[_wide(k.m0 + r), _wide(first + c)]
             value = T.if_then_else(inside, number, tirx.const(0, k.weight.compute))
-            T.buffer_store(self.view.buffer, value, self.view.index(slot, r, c))
+            T.buffer_store(self.view.buffer, value, self.view.index(slot, r, c ^ r % 8 * 8))
 
     def advance(self, tiles: int):
         _set(self.column, 0, self.column[0] + tiles * 64)
@@ -586,19 +611,21 @@ def _copy(target, source, width: int, inside, exists):
 
 
 def _multiply(k: Kernel, views, acc, slot):
-    """acc += the warp's features x tokens over one slice, 16 of k at a time, reading one time ahead of the mma."""
+    """acc += the warp's features x tokens over one slice, 16 of k at a time."""
     tile, stage = k.tile, Stage(k.weight, k.tile)
     steps = (_SumStep if tile.correct == "sums" else _WeightStep)(k)
-    times = range(4 * tile.slice)
+    last = 4 * tile.slice
+    # Operands are read one time ahead of their mma, unless the accumulators leave no registers for that.
+    ahead = 1 if tile.feature_tiles * tile.token_tiles < 32 else 0
     codes, tokens = {}, {}
-    for s in (*times, None):
-        if s is not None:
+    for s in range(last + ahead):
+        if s < last:
             if s % 4 == 0:
                 codes[s // 4] = _load_codes(k, views["q"], slot, s // 4)
             tokens[s] = _load_tokens(k, views["x"], slot, s, tokens)
-        if s == 0:
+        now = s - ahead
+        if now < 0:
             continue
-        now = times[-1] if s is None else s - 1
         if 16 * now % stage.step == 0:
             steps.begin(views, slot, 16 * now // stage.step)
         for f in range(tile.feature_tiles):
@@ -630,11 +657,12 @@ def _load_tokens(k: Kernel, view, slot, s: int, loaded):
         return loaded[s - 1][1:]
     for j in range(0, tile.token_tiles, 2):
         if tile.token_tiles == 1:
-            row, piece = row0 + k.lane % min(8, tile.tokens), 2 * s + k.lane // 8
+            row, piece = k.lane % min(8, tile.tokens), k.lane // 8
         else:
-            row, piece = row0 + 8 * j + k.lane // 16 * 8 + k.lane % 8, 2 * s + k.lane // 8 % 2
+            row, piece = 8 * j + k.lane // 16 * 8 + k.lane % 8, k.lane // 8 % 2
         b = T.alloc_local([4], "uint32")
-        address = view.ptr(slot, row, piece * 8)
+        swizzled = (piece ^ row % 8) ^ 2 * s % 8  # of piece + 2 s, up to multiples of 8 (see _FillTokens)
+        address = view.ptr(slot, row0 + row, swizzled * 8 + s // 4 * 64)
         _ptx("ldmatrix.sync.aligned.m8n8.x4.shared.b16", *(b[i] for i in range(4)), address)
         pairs += [(b[0], b[1]), (b[2], b[3])]
     return pairs
