@@ -1,0 +1,5 @@
+import sys
+
+from qdsl.cli import main
+
+sys.exit(main())

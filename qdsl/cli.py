@@ -1,0 +1,256 @@
+"""The `qdsl` command.  Argument parsing and printing only; the work is elsewhere.
+
+Exit codes: 0 all well, 1 the input is wrong or a check failed, 2 the command line is wrong, 70 a bug of ours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import tempfile
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import qdsl
+from qdsl.diagnostic import Error, SchemeError, Source
+
+STAGES = ("syntax", "scheme", "plan", "tir", "source")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = _parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except BrokenPipeError:
+        sys.stderr.close()
+        return 1
+    except KeyboardInterrupt:
+        return 130
+    except Error as problem:
+        print(problem if isinstance(problem, SchemeError) else f"error: {problem}", file=sys.stderr)
+        return 1
+    except OSError as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 1
+    except Exception:
+        return _bug(argv)
+
+
+def _bug(argv: Sequence[str] | None) -> int:
+    """An exception that is not the user's: keep what is needed to reproduce it, say so in three lines."""
+    directory = Path(tempfile.mkdtemp(prefix="qdsl-bug-"))
+    command = "qdsl " + " ".join(argv if argv is not None else sys.argv[1:])
+    (directory / "report.txt").write_text(f"{command}\n\n{traceback.format_exc()}")
+    last = traceback.format_exc().strip().splitlines()[-1]
+    print(f"internal error: {last}\nThis is a bug in qdsl. {directory}/report.txt has the details; "
+          f"QDSL_DUMP={directory} {command} adds every stage.", file=sys.stderr)  # fmt: skip
+    return 70
+
+
+# ---- the command line --------------------------------------------------------------------------------------------
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="qdsl", description="Quantization schemes in, kernels out.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def command(name: str, run: Callable, help: str) -> argparse.ArgumentParser:
+        sub = commands.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".")
+        sub.set_defaults(run=run)
+        return sub
+
+    p = command("compile", _compile, "compile a scheme to an artifact")
+    _scheme_argument(p)
+    _target_arguments(p)
+    p.add_argument("-o", "--out", metavar="DIR", help="also copy the artifact here (default: only the cache holds it)")
+    p.add_argument("--emit", choices=STAGES, metavar="STAGE", help=f"print one stage instead: {', '.join(STAGES)}")
+    p.add_argument("--json", action="store_true", help="print the manifest")
+
+    p = command("check", _check, "report every mistake in scheme files")
+    p.add_argument("schemes", nargs="+", metavar="SCHEME", help="a .q file or a shipped scheme's name")
+    p.add_argument("--json", action="store_true", help="print diagnostics as JSON")
+
+    p = command("fmt", _fmt, "rewrite scheme files in canonical form")
+    p.add_argument("files", nargs="+", metavar="FILE")
+    p.add_argument("--check", action="store_true", help="change nothing; fail if a file is not in canonical form")
+
+    p = command("list", _list, "list shipped schemes and targets")
+    p.add_argument("--json", action="store_true")
+
+    p = command("show", _show, "explain a scheme or an artifact")
+    p.add_argument("scheme", metavar="SCHEME|DIR", help="a .q file, a shipped name, or an artifact directory")
+    _param_argument(p)
+    p.add_argument("--json", action="store_true", help="print an artifact's manifest")
+
+    p = command("verify", _verify, "run compiled kernels against the float64 reference")
+    p.add_argument("schemes", nargs="+", metavar="SCHEME", help="a .q file or a shipped scheme's name")
+    _param_argument(p)
+    _target_arguments(p)
+    p.add_argument("--seed", type=int, default=0, help="of the random data (default 0)")
+    p.add_argument("--json", action="store_true", help="print one record a scheme")
+    return parser
+
+
+def _scheme_argument(p: argparse.ArgumentParser) -> None:
+    p.add_argument("scheme", metavar="SCHEME", help="a .q file or a shipped scheme's name")
+    _param_argument(p)
+
+
+def _param_argument(p: argparse.ArgumentParser) -> None:
+    p.add_argument("-P", dest="params", action="append", default=[], metavar="NAME=VALUE", type=_assignment,
+                   help="set a parameter of the scheme, e.g. -P bits=3 -P act=bf16; may be repeated")  # fmt: skip
+
+
+def _target_arguments(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--target", choices=("cpu", "cuda"), default="cpu")
+    p.add_argument("-arch", "--arch", dest="archs", action="append", default=[], metavar="ARCH",
+                   help="sm_80, sm_90a, x86-64-v3, …; may be repeated, one artifact holds them all")  # fmt: skip
+
+
+def _assignment(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
+    return name, value
+
+
+# ---- verbs -------------------------------------------------------------------------------------------------------
+def _compile(args: argparse.Namespace) -> int:
+    if args.emit == "syntax":
+        from qdsl.syntax import parse
+
+        path = qdsl.shipped().get(args.scheme) or Path(args.scheme)
+        print(parse(Source(str(path), _read(path))))
+        return 0
+    scheme = qdsl.load(args.scheme, **dict(args.params))
+    if args.emit == "scheme":
+        print(_describe(scheme))
+        return 0
+    if args.emit:
+        from qdsl.codegen.target import default_archs, target
+
+        for arch in args.archs or default_archs(args.target):
+            target(args.target, arch)
+            from qdsl.codegen.pipeline import emit
+
+            print(emit(scheme, args.target, arch, args.emit))
+        return 0
+    artifact = qdsl.compile(scheme, args.target, args.archs, out=args.out)
+    print(artifact.manifest.to_json() if args.json else f"{artifact}\n{artifact.path}")
+    return 0
+
+
+def _read(path: Path) -> str:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError) as problem:
+        raise Error(f"{path}: not a readable text file ({problem})") from None
+
+
+def _check(args: argparse.Namespace) -> int:
+    failed, found = 0, []
+    for name in args.schemes:
+        try:
+            scheme = qdsl.load(name)
+            if not args.json:
+                print(f"{name}: ok, {scheme.bits_per_weight():.4g} bits per weight")
+        except SchemeError as problem:
+            failed = 1
+            if args.json:
+                found += [_as_json(d) for d in problem.diagnostics]
+            else:
+                print(problem, file=sys.stderr)
+    if args.json:
+        print(json.dumps(found, indent=1))
+    return failed
+
+
+def _as_json(d) -> dict:
+    place = {}
+    if d.span is not None:
+        line, column = d.span.source.position(d.span.start)
+        place = {"file": d.span.source.path, "line": line, "column": column}
+    return {"severity": d.severity, "id": d.id, "message": d.message, "label": d.label, "notes": list(d.notes), "fix": d.fix, **place}
+
+
+def _fmt(args: argparse.Namespace) -> int:
+    from qdsl.printer import print_file
+    from qdsl.syntax import parse
+
+    status = 0
+    for name in args.files:
+        path = Path(name)
+        text = _read(path)
+        formatted = print_file(parse(Source(name, text)))
+        if formatted == text:
+            continue
+        if args.check:
+            print(f"{name}: not in canonical form; run `qdsl fmt {name}`", file=sys.stderr)
+            status = 1
+        else:
+            aside = path.with_name(f".{path.name}.{os.getpid()}")
+            aside.write_text(formatted)
+            os.replace(aside, path)
+            print(f"{name}: formatted")
+    return status
+
+
+def _list(args: argparse.Namespace) -> int:
+    from qdsl.codegen.target import CPU_LEVELS, GPUS
+
+    schemes = {name: qdsl.load(name) for name in qdsl.shipped()}
+    if args.json:
+        rows = {n: {"doc": s.doc, "params": [*s.params], "layouts": [*s.layouts]} for n, s in schemes.items()}
+        print(json.dumps({"schemes": rows, "targets": {"cpu": CPU_LEVELS, "cuda": GPUS}}, indent=1))
+        return 0
+    width = max(map(len, schemes))
+    print("schemes")
+    for name, scheme in schemes.items():
+        print(f"  {name.ljust(width)}  {scheme.doc}")
+        print(f"  {' ' * width}  {scheme.bound}; layouts: {', '.join(scheme.layouts) or 'none'}")
+    print(f"targets\n  cpu   {', '.join(CPU_LEVELS)}\n  cuda  {', '.join(GPUS)}")
+    return 0
+
+
+def _show(args: argparse.Namespace) -> int:
+    if Path(args.scheme).is_dir():
+        artifact = qdsl.open_artifact(args.scheme)
+        print(artifact.manifest.to_json() if args.json else artifact)
+        return 0
+    print(_describe(qdsl.load(args.scheme, **dict(args.params))))
+    return 0
+
+
+def _describe(scheme: qdsl.Scheme) -> str:
+    from qdsl.split import split
+
+    lines = [f"{scheme.bound}: {scheme.doc}", f"  {scheme.bits_per_weight():.4g} bits per weight at 4096 x 4096"]
+    lines += ["tensors", *(f"  {t}" for t in scheme.tensors), "equations", f"  w ~ {scheme.weight.decode}"]
+    lines += [f"  x ~ {a.operand.decode}{f'  ({a.name})' if a.name else ''}" for a in scheme.activations]
+    lines += [f"  y = {scheme.output.value}", f"compute {scheme.compute.operand} -> {scheme.compute.accumulator}"]
+    lines.append(f"  w: {split(scheme.weight, scheme.compute.operand, 'w')}")
+    lines += [f"  x: {split(a.operand, scheme.compute.operand, 'x')}" for a in scheme.activations]
+    for storage in scheme.layouts.values():
+        lines.append(f"layout {storage.name}")
+        lines += [f'  {b.tensor}{b.layout} from "{b.source}" ({b.stored})' for b in storage.bindings]
+    return "\n".join(lines)
+
+
+def _verify(args: argparse.Namespace) -> int:
+    from qdsl.runtime.verify import verify
+
+    failed, records = 0, []
+    for name in args.schemes:
+        report = verify(qdsl.load(name, **dict(args.params)), args.target, args.archs, seed=args.seed)
+        failed |= not report.passed
+        records.append(report.as_json())
+        if not args.json:
+            print(report, flush=True)
+    if args.json:
+        print(json.dumps(records, indent=1))
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,170 @@
+"""Compiled kernels against the float64 reference: `qdsl verify`.
+
+Every case fills the output with NaN first, so an element that no kernel wrote shows, and compares with the bound that
+`qdsl.reference.linear` derives.  The cases read back what random data with a loose tolerance would miss: one-hot rows
+return single weights, small integers leave no rounding to hide in, zero rows leave the bias alone, and a row of NaN
+must not reach its neighbours.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+import qdsl
+from qdsl import reference
+from qdsl.artifact import Artifact
+from qdsl.diagnostic import Error
+from qdsl.runtime.linear import QuantLinear
+from qdsl.scheme import Scheme
+
+CASES = ("random", "one-hot", "integers", "zero", "NaN row")
+# n, k: below, at and beyond tiles, groups and words; odd sizes; ragged last groups
+SIZES = ((1, 8), (7, 40), (16, 64), (33, 136), (48, 192), (64, 320), (24, 1344))
+
+
+@dataclass(frozen=True)
+class Failure:
+    """The worst element of a failed case, with what went into it."""
+
+    case: str
+    m: int
+    n: int
+    k: int
+    at: tuple[int, int]
+    expected: float
+    found: float
+    bound: float
+    codes: str
+
+    def __str__(self) -> str:
+        return (
+            f"  {self.case}, m = {self.m}, n = {self.n}, k = {self.k}: y[{self.at[0]}, {self.at[1]}] is {self.found:.8g}, "
+            f"should be {self.expected:.8g} within {self.bound:.2g}\n    {self.codes}"
+        )
+
+
+@dataclass
+class Report:
+    scheme: str
+    target: str
+    cases: int = 0
+    worst: float = 0.0  # largest error over its bound
+    skipped: int = 0  # shapes the scheme requires away
+    failures: list[Failure] = field(default_factory=list)
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures and self.cases > 0
+
+    def __str__(self) -> str:
+        verdict = "ok" if self.passed else "WRONG"
+        line = (
+            f"{self.scheme} on {self.target}: {verdict}, {self.cases} cases, worst error {self.worst:.2f} of its bound"
+        )
+        if self.failures:
+            shown = max(self.failures, key=lambda f: abs(f.found - f.expected) / f.bound if f.bound else np.inf)
+            line += f", {len(self.failures)} failed; the worst:\n{shown}"
+        return line
+
+    def as_json(self) -> dict:
+        return {"scheme": self.scheme, "target": self.target, "passed": self.passed, "cases": self.cases,
+                "worst": self.worst, "failures": [str(f) for f in self.failures[:20]]}  # fmt: skip
+
+
+def verify(scheme: Scheme, kind: str = "cpu", archs: Sequence[str] = (), *, seed: int = 0) -> Report:
+    """Run every case over awkward shapes on the CPU or the current GPU; raises only what keeps a kernel from running."""
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise Error(
+            "verifying CUDA kernels needs a CUDA GPU, and torch sees none; `--target cpu` checks the same scheme here"
+        )
+    device = torch.device(kind)
+    name = torch.cuda.get_device_name() if kind == "cuda" else "cpu"
+    report = Report(scheme.bound, name)
+    artifact = qdsl.compile(scheme, kind, archs) if archs else None
+    shapes = [(m, n, k) for n, k in SIZES for m in _tokens(scheme, n, k, device, artifact, report)]
+    for at, (m, n, k) in enumerate(shapes):
+        if sys.stderr.isatty():
+            print(f"\r\033[K{scheme.bound}: {at + 1} of {len(shapes)} shapes", end="", file=sys.stderr, flush=True)
+        rng = np.random.default_rng((seed, m, n, k))
+        patterns = reference.random_patterns(scheme, rng, n, k)
+        layer = _layer(scheme, n, k, device, artifact)
+        layer.set_patterns(patterns)
+        for case in CASES:
+            _run(report, scheme, layer, patterns, case, rng, m, n, k)
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr, flush=True)
+    return report
+
+
+def _tokens(
+    scheme: Scheme, n: int, k: int, device: torch.device, artifact: Artifact | None, report: Report
+) -> list[int]:
+    """Numbers of tokens: both sides of every switch between variants for one shape, one and a few for the others."""
+    if scheme.violated(n, k) is not None:
+        report.skipped += 1
+        return []
+    if (n, k) != SIZES[4]:
+        return [1, 5]
+    limits = [v.m_max for v in _layer(scheme, n, k, device, artifact).manifest.variants if v.m_max is not None]
+    return sorted({1, 2, 3, 9, *(t + d for t in limits for d in (0, 1)), max(limits, default=16) + 67})
+
+
+def _layer(scheme: Scheme, n: int, k: int, device: torch.device, artifact: Artifact | None) -> QuantLinear:
+    bias = any(t.role == "bias" for t in scheme.output.tensors)
+    return QuantLinear(scheme, k, n, bias=bias, device=device, artifact=artifact)
+
+
+def _run(report: Report, scheme: Scheme, layer: QuantLinear, patterns, case: str, rng, m: int, n: int, k: int) -> None:
+    x = _input(case, rng, m, k)
+    x = scheme.output.dtype.round(x)
+    expected = reference.linear(scheme, x, patterns, n, offset=layer.manifest.offset)
+    given = torch.from_numpy(x).to(layer.dtype).to(layer.device)
+    y = torch.full((m, n), float("nan"), dtype=layer.dtype, device=layer.device)
+    layer.run_into(given, y)
+    found = y.double().cpu().numpy()
+    report.cases += 1
+    error = np.abs(found - expected.y)
+    with np.errstate(invalid="ignore"):
+        ratio = np.where(np.isnan(expected.y) | (found == expected.y), 0.0, error / expected.bound)
+    overflow = (
+        np.isinf(found)
+        & (np.abs(expected.y) + expected.bound >= scheme.output.dtype.max)
+        & (np.sign(found) == np.sign(expected.y))
+    )
+    ratio = np.where(overflow, 0.0, np.where(np.isnan(ratio), np.inf, ratio))
+    report.worst = max(report.worst, float(ratio.max(initial=0.0)))
+    if (ratio > 1).any():
+        row, column = np.unravel_index(int(ratio.argmax()), ratio.shape)
+        report.failures.append(
+            Failure(case, m, n, k, (int(row), int(column)), float(expected.y[row, column]), float(found[row, column]),
+                    float(expected.bound[row, column]), _codes(scheme, patterns, int(column)))
+        )  # fmt: skip
+
+
+def _input(case: str, rng: np.random.Generator, m: int, k: int) -> np.ndarray:
+    if case == "one-hot":
+        return np.eye(k)[rng.integers(0, k, m)]
+    if case == "integers":
+        return rng.integers(-4, 5, (m, k)).astype(float)
+    if case == "zero":
+        return np.zeros((m, k))
+    x = rng.standard_normal((m, k))
+    if case == "NaN row" and m > 1:
+        x[m // 2] = np.nan
+    return x
+
+
+def _codes(scheme: Scheme, patterns, column: int) -> str:
+    """The first elements of every weight tensor's row for one output feature."""
+    parts = []
+    for t in scheme.weight.loaded:
+        row = patterns[t.name]
+        row = row[min(column, len(row) - 1)] if t.index and str(t.index[0]) == "n" else row
+        values = t.dtype.decode(np.atleast_1d(row)[:8])
+        parts.append(f"{t.name} = {', '.join(f'{v:g}' for v in values)}{', …' if np.size(row) > 8 else ''}")
+    return "; ".join(parts)
