@@ -230,7 +230,7 @@ def _reduction(own: Parameters, call: Call, starts: dict, grouped: dict, tensor:
             value = as_float(translate(call.args[0], lambda e: _activation_value(own, e, at)))
             # NaN must survive: max(NaN, x) is x on some targets
             kept = T.if_then_else(
-                result[0] != result[0], result[0], T.if_then_else(value != value, value, combine(result[0], value))
+                T.isnan(result[0]), result[0], T.if_then_else(T.isnan(value), value, combine(result[0], value))
             )
             _set(result, kept, 0)
             return

@@ -104,23 +104,32 @@ def encode(dtype: DType, value: tirx.Expr) -> tirx.Expr:
         return T.cast(value, storage(dtype))
     if dtype.is_integer:
         whole = saturate(dtype, T.nearbyint(value))
-        number = T.if_then_else(value != value, i32(0), T.cast(whole, "int32"))
+        number = T.if_then_else(T.isnan(value), i32(0), T.cast(whole, "int32"))
         return number if dtype.bits == 32 else T.cast(T.cast(number, "uint32") & u32(dtype.mask), "uint8")
     bits = bits_of(value)
     magnitude = T.min(float_of(bits & u32(0x7FFFFFFF)), f32(dtype.max))
     if dtype.name == "e8m0":
         exponent, fraction = bits_of(magnitude) >> u32(23), bits_of(magnitude) & u32(0x7FFFFF)
-        up = (fraction > u32(0x400000)) | ((fraction == u32(0x400000)) & ((exponent & u32(1)) == u32(1)))
+        # the middle between two powers is fraction 1/2; 2^-127 is itself subnormal, so its middle lies at 3/4
+        middle = T.if_then_else(exponent == u32(0), u32(0x600000), u32(0x400000))
+        up = (fraction > middle) | ((fraction == middle) & ((exponent & u32(1)) == u32(1)))
         code = T.if_then_else(value <= f32(0), u32(0), exponent + T.cast(up, "uint32"))
-        return T.cast(T.if_then_else(value != value, u32(255), code), "uint8")
-    # Round to a multiple of the binade's quantum, then read the code off the float32 that decoding would start from.
-    exponent = T.max(T.cast(bits_of(magnitude) >> u32(23), "int32"), i32(128 - dtype.bias))
-    quantum = float_of(T.cast(exponent - i32(dtype.mantissa), "uint32") << u32(23))
-    rounded = T.nearbyint(magnitude / quantum) * quantum
-    code = bits_of(rounded * f32(2.0 ** (dtype.bias - 127))) >> u32(23 - dtype.mantissa)
+        return T.cast(T.if_then_else(T.isnan(value), u32(255), code), "uint8")
+    if dtype.mantissa == 0:  # neighbours are powers of two, and a tie goes to the even exponent
+        scaled = bits_of(magnitude * f32(2.0 ** (dtype.bias - 127)))
+        exponent, fraction = scaled >> u32(23), scaled & u32(0x7FFFFF)
+        up = (fraction > u32(0x400000)) | ((fraction == u32(0x400000)) & ((exponent & u32(1)) == u32(1)))
+        first = T.cast(magnitude > f32(dtype.quantum / 2), "uint32")
+        code = T.if_then_else(exponent == u32(0), first, exponent + T.cast(up, "uint32"))
+    else:
+        # Round to a multiple of the binade's quantum, then read the code off the float32 that decoding starts from.
+        exponent = T.max(T.cast(bits_of(magnitude) >> u32(23), "int32"), i32(128 - dtype.bias))
+        quantum = float_of(T.cast(exponent - i32(dtype.mantissa), "uint32") << u32(23))
+        rounded = T.nearbyint(magnitude / quantum) * quantum
+        code = bits_of(rounded * f32(2.0 ** (dtype.bias - 127))) >> u32(23 - dtype.mantissa)
     sign = (bits >> u32(31)) << u32(dtype.bits - 1)
     nan = u32(dtype.nan_code or 0)
-    return T.cast(T.if_then_else(value != value, nan, code | sign), "uint8")
+    return T.cast(T.if_then_else(T.isnan(value), nan, code | sign), "uint8")
 
 
 def storage(dtype: DType) -> str:

@@ -215,8 +215,7 @@ class Stage:
         A sum that is corrected afterwards is at most 128 long: the codes are off by up to 1024, and a longer sum
         of such numbers loses the bits that matter.
         """
-        longest = 64 * self.tile.slice
-        longest = min(longest, 128) if self.tile.correct == "sums" else longest
+        longest = min(64 * self.tile.slice, 128) if self.tile.correct == "sums" else 64
         return math.gcd(self.weight.group or longest, longest)
 
     @property
@@ -611,30 +610,41 @@ def _copy(target, source, width: int, inside, exists):
 
 
 def _multiply(k: Kernel, views, acc, slot):
-    """acc += the warp's features x tokens over one slice, 16 of k at a time."""
-    tile, stage = k.tile, Stage(k.weight, k.tile)
+    """acc += the warp's features x tokens over one slice.
+
+    The slice is unrolled, so that the compiler can move loads forward, unless the accumulators leave no registers
+    for that; then one k tile is.
+    """
+    tile = k.tile
     steps = (_SumStep if tile.correct == "sums" else _WeightStep)(k)
-    last = 4 * tile.slice
-    # Operands are read one time ahead of their mma, unless the accumulators leave no registers for that.
-    ahead = 1 if tile.feature_tiles * tile.token_tiles < 32 else 0
+    if tile.feature_tiles * tile.token_tiles < 32:
+        _multiply_tiles(k, views, acc, slot, steps, 0, tile.slice)
+    else:
+        with T.serial(0, tile.slice, unroll=False) as i:
+            _multiply_tiles(k, views, acc, slot, steps, i, 1)
+
+
+def _multiply_tiles(k: Kernel, views, acc, slot, steps, first, count: int):
+    """k tiles first .. first + count of the slice, 16 of k at a time; operands are read one time ahead of the mma."""
+    stage, last = Stage(k.weight, k.tile), 4 * count
     codes, tokens = {}, {}
-    for s in range(last + ahead):
+    for s in range(last + 1):
         if s < last:
             if s % 4 == 0:
-                codes[s // 4] = _load_codes(k, views["q"], slot, s // 4)
-            tokens[s] = _load_tokens(k, views["x"], slot, s, tokens)
-        now = s - ahead
+                codes[s // 4] = _load_codes(k, views["q"], slot, first + s // 4)
+            tokens[s] = _load_tokens(k, views["x"], slot, first, s, tokens)
+        now = s - 1
         if now < 0:
             continue
         if 16 * now % stage.step == 0:
-            steps.begin(views, slot, 16 * now // stage.step)
-        for f in range(tile.feature_tiles):
+            steps.begin(views, slot, first * 64 // stage.step + 16 * now // stage.step)
+        for f in range(k.tile.feature_tiles):
             steps.multiply(acc, f, codes[now // 4][f][now % 4], tokens[now])
         if 16 * (now + 1) % stage.step == 0:
             steps.end(acc)
 
 
-def _load_codes(k: Kernel, view, slot, i: int):
+def _load_codes(k: Kernel, view, slot, i):
     """The lane's words of k tile i: four per feature tile."""
     words = []
     for f in range(k.tile.feature_tiles):
@@ -645,8 +655,8 @@ def _load_codes(k: Kernel, view, slot, i: int):
     return words
 
 
-def _load_tokens(k: Kernel, view, slot, s: int, loaded):
-    """The B fragments of time s: a pair of registers per token tile.
+def _load_tokens(k: Kernel, view, slot, first, s: int, loaded):
+    """The B fragments of time s after k tile `first`: a pair of registers per token tile.
 
     An ldmatrix.x4 reads four 8 x 8 matrices, lane l naming row l % 8 of matrix l // 8: both k halves of two token
     tiles or, if there is one token tile, of two times. Fewer than 8 tokens are repeated to fill a matrix.
@@ -661,13 +671,11 @@ def _load_tokens(k: Kernel, view, slot, s: int, loaded):
         else:
             row, piece = 8 * j + k.lane // 16 * 8 + k.lane % 8, k.lane // 8 % 2
         b = T.alloc_local([4], "uint32")
-        swizzled = (piece ^ row % 8) ^ 2 * s % 8  # of piece + 2 s, up to multiples of 8 (see _FillTokens)
-        address = view.ptr(slot, row0 + row, swizzled * 8 + s // 4 * 64)
+        swizzled = (piece ^ row % 8) ^ (2 * s % 8)  # of piece + 2 s, up to multiples of 8 (see _FillTokens)
+        address = view.ptr(slot, row0 + row, (first + s // 4) * 64 + swizzled * 8)
         _ptx("ldmatrix.sync.aligned.m8n8.x4.shared.b16", *(b[i] for i in range(4)), address)
         pairs += [(b[0], b[1]), (b[2], b[3])]
     return pairs
-
-
 
 
 def _mma(weight: Weight, d, first: int, a, b, start: bool):

@@ -1,0 +1,40 @@
+"""Compile what the GPU scripts need, on a machine with the compiler: `python benchmarks/gpu_artifacts.py DIR`.
+
+DIR then goes to a GPU machine, where QDSL_ARTIFACTS=DIR makes it known; no compiler is needed there.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import qdsl
+
+ARCHS = ("sm_80", "sm_90a")
+# Every shipped scheme as declared, and the parameters that change the kernels.
+MORE: dict[str, tuple[dict[str, object], ...]] = {
+    "awq4": ({"act": "bf16"}, {"group": 32}, {"group": 64}, {"group": "k"}, {"act": "bf16", "scale_type": "bf16"}),
+    "gptq": ({"bits": 2}, {"bits": 3}, {"bits": 8}, {"act": "bf16"}),
+    "gptq_sym": ({"bits": 3}, {"bits": 8}, {"act": "bf16", "group": 64}, {"group": "k"}),
+    "gptq_actorder": ({"group": 32}, {"bits": 8}),
+    "fp8_block": ({"fmt": "e5m2"},),
+}
+
+
+def variants() -> list[qdsl.Scheme]:
+    """Every (scheme, parameters) that is verified on a GPU."""
+    return [qdsl.load(name, **params) for name in qdsl.shipped() for params in ({}, *MORE.get(name, ()))]
+
+
+def main(directory: Path) -> None:
+    schemes = variants()
+    for at, scheme in enumerate(schemes, 1):
+        start = time.perf_counter()
+        name = "-".join([scheme.name, *(str(v) for v in scheme.params.values())])
+        qdsl.compile(scheme, "cuda", ARCHS, out=directory / name)
+        print(f"{at}/{len(schemes)} {scheme.bound}: {time.perf_counter() - start:.1f} s", flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
