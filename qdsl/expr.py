@@ -361,7 +361,8 @@ def interval(e: Expr, of: Callable[[Expr], Range]) -> Range:
             inner, target = interval(e.arg, of), of_dtype(e.dtype)
             if inner.fits(e.dtype):
                 return inner
-            return replace(target, low=max(target.low, inner.low), high=min(target.high, inner.high))
+            low, high = e.dtype.round(np.clip([inner.low, inner.high], target.low, target.high)).tolist()
+            return replace(target, low=low, high=high)
         case Binary(op="+" | "-"):
             a, b = interval(e.left, of), interval(e.right, of)
             low, high = (a.low + b.low, a.high + b.high) if e.op == "+" else (a.low - b.high, a.high - b.low)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import re
 from pathlib import Path
+from random import Random
 
 import pytest
 
@@ -120,3 +121,44 @@ def test_junk(junk):
 
 def test_windows_line_ends_are_read():
     check(parse(Source("crlf.q", VALID.format("q").replace("\n", "\r\n"))))
+
+
+WORDS = re.compile(r'"[^"\n]*"|[A-Za-z_]\w*|[0-9]+|//|->|[<>=]=|\s+|.', re.S)
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_damaged_schemes_are_refused_with_diagnostics(seed):
+    """Words replaced, removed, added and swapped: the file checks or gives diagnostics, and nothing else escapes."""
+    random = Random(seed)
+    files = [
+        WORDS.findall(p.read_text()) for p in sorted(ROOT.glob("*schemes/*.q")) + sorted(ROOT.glob("tests/schemes/*.q"))
+    ]
+    words = [w for file in files for w in file if w.strip()] + [
+        "0",
+        "65537",
+        "2.5",
+        "acc",
+        "x",
+        "(",
+        "]",
+        "max",
+        "u(9)",
+    ]
+    for _ in range(100):
+        file = list(random.choice(files))
+        for _ in range(random.choice((1, 1, 2))):
+            at = random.randrange(len(file))
+            match random.randrange(4):
+                case 0:
+                    file[at] = random.choice(words)
+                case 1:
+                    del file[at]
+                case 2:
+                    file.insert(at, f" {random.choice(words)} ")
+                case 3:
+                    other = random.randrange(len(file))
+                    file[at], file[other] = file[other], file[at]
+        try:
+            check(parse(Source("damaged.q", "".join(file))))
+        except SchemeError as wrong:
+            str(wrong)  # every message renders
