@@ -147,10 +147,19 @@ def round_to(dtype: DType, value: tirx.Expr) -> tirx.Expr:
     """A cast inside an equation: the value rounded to `dtype`, still as int32 or float32."""
     if dtype.is_integer and dtype_of(value) == "int32":
         return saturate(dtype, value)
+    if dtype.name == "bf16":
+        return round_bf16(as_float(value))
     if dtype.bits > 8:
         encoded = encode(dtype, value)
         return T.cast(encoded, "float32") if dtype.is_float else encoded
     return decode(dtype, T.cast(encode(dtype, value), "uint32"))
+
+
+def round_bf16(value: tirx.Expr) -> tirx.Expr:
+    """A float32 rounded to bfloat16's values, on its bits: TVM drops a pair of casts to bfloat16 and back."""
+    bits = bits_of(value)
+    rounded = (bits + u32(0x7FFF) + ((bits >> u32(16)) & u32(1))) & u32(0xFFFF0000)
+    return T.if_then_else(T.isnan(value), value, float_of(rounded))
 
 
 # ---- equations ---------------------------------------------------------------------------------------------------

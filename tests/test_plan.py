@@ -1,0 +1,93 @@
+"""The planner's decisions: which equations take the tensor-core main loop, how codes lie, what is refused."""
+
+from pathlib import Path
+
+import pytest
+
+import qdsl
+from qdsl.codegen.plan import plan, planes, vector_features
+from qdsl.codegen.target import default_archs, target
+from qdsl.diagnostic import TargetError
+from qdsl.dtype import dtype
+
+SM80, CPU = target("cuda", "sm_80"), target("cpu", "x86-64-v3")
+TEST_SCHEMES = Path(__file__).parent / "schemes"
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "group", "constant"),
+    [
+        ("awq4", {}, 128, 0),
+        ("awq4", {"act": "bf16", "group": 32}, 32, 0),
+        ("awq4", {"group": "k"}, None, 0),
+        ("gptq", {}, 128, 0),
+        ("gptq_sym", {"act": "bf16"}, 128, 8),
+        ("q4_0", {}, 32, 8),
+    ],
+)
+def test_four_bit_codes_with_16_bit_compute_take_the_main_loop(name, params, group, constant):
+    loop = plan(qdsl.load(name, **params), SM80).main_loop
+    assert loop is not None
+    assert (loop.group, loop.constant) == (group, constant)
+
+
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [("awq4", {"act": "f32"}), ("awq4", {"group": 48}), ("gptq", {"bits": 3}), ("gptq_actorder", {}), ("w4a8", {}), ("nf4", {}), ("mxfp4", {})],
+)
+def test_what_the_main_loop_does_not_know_is_portable(name, params):
+    planned = plan(qdsl.load(name, **params), SM80)
+    assert planned.main_loop is None
+    assert [v.name for v in planned.variants] == ["portable"]
+
+
+def test_the_code_layout_is_the_a_fragment():
+    """Lane (c t), four k-steps in 16 bytes, halves of a register 16 bits apart; one layout whatever the activations."""
+    line = "[(o r:2 c:8), (i s:4 h:2 t:4 p:2)] = [o, i, c t, s {p h r}] : 4-bit elements in 32-bit words"
+    for act in ("f16", "bf16", "f32"):
+        assert str(plan(qdsl.load("awq4", act=act), SM80).buffer("q").layout) == line
+
+
+@pytest.mark.parametrize(("bits", "expected"), [(3, (2, 1)), (5, (4, 1)), (6, (4, 2)), (7, (4, 2, 1)), (8, (8,)), (4, (4,))])
+def test_odd_widths_are_planes_of_powers_of_two(bits, expected):
+    found = planes(bits)
+    assert tuple(width for _, width in found) == expected
+    assert [low for low, _ in found] == [sum(expected[:i]) for i in range(len(expected))]
+    n, k = vector_features(dtype(f"u{bits}")), 5
+    layout = plan(qdsl.load("gptq", bits=bits), CPU).buffer("q").layout
+    rows, columns, lanes = layout.stored_shape((n, k))
+    assert rows * columns * lanes * 8 == n * k * bits, "no bit is wasted"
+
+
+def test_the_plan_prints_every_decision():
+    text = str(plan(qdsl.load("fp8_block"), SM80))
+    for part in ("core q", "promote s", "promote t", "every 128 inputs", "note[widened]: cuda sm_80 has no e4m3 multiply",
+                 "quantize_t(x, t)", "quantize_a(x, t, a)", "linear(t, a, q, s, b, y)"):  # fmt: skip
+        assert part in text, text
+
+
+def test_integer_sums_limit_k():
+    assert plan(qdsl.load("w8a8_dynamic"), CPU).max_k == (2**31 - 1) // (128 * 128)
+    assert plan(qdsl.load("awq4"), CPU).max_k is None
+
+
+@pytest.mark.parametrize("name", ["experts", "transforms", "phases", "gate_up"])
+def test_what_kernels_do_not_do_yet_is_one_clear_error(name):
+    files = [f for f in TEST_SCHEMES.glob("*.q") if name.rstrip("s")[:6] in f.stem]
+    if not files:
+        pytest.skip(f"no test scheme for {name}")
+    for file in files:
+        with pytest.raises(TargetError, match=r"can't be compiled yet") as caught:
+            plan(qdsl.load(file), CPU)
+        assert str(file) in str(caught.value), "the error points into the scheme"
+
+
+@pytest.mark.parametrize(("kind", "arch", "words"), [("cuda", "sm_75", "too old"), ("cuda", "sm_9", "too old"), ("cuda", "sm_90b", "did you mean"), ("cpu", "x86", "known"), ("rocm", "gfx90a", "unknown target")])
+def test_wrong_targets_are_named(kind, arch, words):
+    with pytest.raises(TargetError, match=words):
+        target(kind, arch)
+
+
+def test_defaults_are_targets():
+    for kind in ("cpu", "cuda"):
+        assert [target(kind, arch).kind for arch in default_archs(kind)] == [kind]
