@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from qdsl.dtype import F32, DType
-from qdsl.expr import REDUCTIONS, Binary, Call, Digits, Expr, Item, Ref, evaluate
+from qdsl.expr import REDUCTIONS, Binary, Call, Digits, Expr, Item, Ref, evaluate, names
 from qdsl.scheme import AXES, Free, Gather, Group, Index, Operand, Scheme, Tensor, Transform, Var
 from qdsl.split import Split, split
 
@@ -206,7 +206,7 @@ class Result:
 
 
 def linear(
-    scheme: Scheme, x: np.ndarray, patterns: Patterns, n: int, *, phase: str = "", offset: float = 0.0
+    scheme: Scheme, x: np.ndarray, patterns: Patterns, n: int, *, phase: str = "", offset: float = 0.0, expert: int = 0
 ) -> Result:
     """The layer's output for x [m, k], with a bound derived from the declared types.
 
@@ -215,11 +215,13 @@ def linear(
     The operands round once to the compute type unless their core and factors are exact in it; the sum is a random walk
     of k roundings of the accumulator, taken at twice its standard deviation; integer sums are exact.  `offset` is the
     constant that a kernel's bit trick leaves in each code until the group is corrected: it enlarges the sum's terms.
+    `expert` chooses one of a stack.
     """
     m, k = x.shape
     w = decode_weight(scheme, patterns, n, k)
+    w = w[expert] if scheme.experts else w
     block = scheme.activation(phase)
-    a, _ = activate(scheme, x, patterns, phase)
+    a, computed = activate(scheme, x, patterns, phase)
     slack = np.zeros_like(a)
     if block is not None:
         for nudge in (-4 * F32.unit, 4 * F32.unit):
@@ -239,7 +241,7 @@ def linear(
         error = error + steps * terms
         if offset:
             error = error + steps * offset * (np.abs(a) @ np.abs(_factor(scheme, patterns, n, k)).T)
-    return epilogue(scheme, acc, error, patterns)
+    return epilogue(scheme, acc, error, {**patterns, **computed})
 
 
 def epilogue(scheme: Scheme, acc: np.ndarray, error: np.ndarray, patterns: Patterns) -> Result:
@@ -249,7 +251,8 @@ def epilogue(scheme: Scheme, acc: np.ndarray, error: np.ndarray, patterns: Patte
     def output(sum_: np.ndarray) -> np.ndarray:
         sizes = {"e": 1, "m": m, "n": n, "k": 1}
         absent = {t.name: np.zeros(t.shape({**sizes, "k": 1}), t.dtype.storage) for t in scheme.output.tensors}
-        given = {t.name: patterns[t.name] for t in scheme.output.tensors if t.name in patterns}
+        used = names(scheme.output.value)
+        given = {t.name: patterns[t.name] for t in scheme.tensors if t.name in patterns and t.name in used}
         axes = _Axes(scheme, sizes, absent | given)
         halves = scheme.output.half[1] if scheme.output.half else 1
         parts = sum_.reshape(m, halves, -1)
