@@ -1,0 +1,307 @@
+"""From a compiled artifact to calls: which library fits this machine, and which of its variants serves m tokens.
+
+A `Kernel` is one artifact on one architecture.  It lives once in the process, in a table under a text key, so that a
+traced graph, a pickle or a copied layer needs to hold nothing but the key.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from operator import itemgetter
+from pathlib import Path
+
+import torch
+
+import qdsl
+from qdsl import cache
+from qdsl.artifact import Artifact, open_artifact
+from qdsl.compilation import toolchain
+from qdsl.diagnostic import ArtifactError, Error, TargetError
+from qdsl.dtype import DType
+from qdsl.expr import Expr
+from qdsl.manifest import Buffer, plain_params
+from qdsl.runtime.repack import torch_dtype
+from qdsl.scheme import Scheme, Var
+
+ALIGNMENT = 64  # bytes; what the kernels' widest loads ask of a tensor's first element
+
+# What an x86-64 level asks of the processor, in the words of /proc/cpuinfo (System V psABI, micro-architecture levels).
+_LEVELS = {
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
+    "x86-64-v3": {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"},
+    "x86-64-v2": {"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"},
+}
+
+
+# ---- architectures -----------------------------------------------------------------------------------------------
+@functools.cache
+def cpu_levels() -> tuple[str, ...]:
+    """The levels this processor can run, best first.  QDSL_CPU_LEVEL leaves out those above it."""
+    levels: tuple[str, ...]
+    if platform.machine() in ("aarch64", "arm64"):
+        levels = ("armv8.2-a", "armv8-a") if _cpu_flags() & {"asimdhp", "fphp"} else ("armv8-a",)
+    else:
+        flags, held = _cpu_flags(), set[str]()
+        reached = []
+        for level, needs in reversed(_LEVELS.items()):
+            held |= needs
+            if held <= flags:
+                reached.insert(0, level)
+        levels = tuple(reached)
+    if (top := os.environ.get("QDSL_CPU_LEVEL")) in levels:
+        levels = levels[levels.index(top) :]
+    return levels
+
+
+def _cpu_flags() -> set[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return set()
+    return set(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())
+
+
+def best_arch(device: torch.device) -> str:
+    """The architecture to compile for on this device."""
+    if device.type == "cuda":
+        major, minor = torch.cuda.get_device_capability(device)
+        return "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
+    if device.type == "cpu":
+        if not cpu_levels():
+            raise TargetError(f"this processor ({platform.machine()}) is older than every level qdsl compiles for")
+        return cpu_levels()[0]
+    raise TargetError(f"qdsl has kernels for the cpu and cuda devices, not for `{device.type}`")
+
+
+def fitting_arch(libraries: Sequence[str], device: torch.device) -> str | None:
+    """The best of an artifact's architectures that runs on the device, or None.
+
+    CUDA: code of exactly this GPU first (sm_90a runs on capability 9.0 alone), else the newest that is not newer, whose
+    PTX the driver compiles.
+    """
+    if device.type == "cpu":
+        return next((level for level in cpu_levels() if level in libraries), None)
+    return fitting_cuda_arch(libraries, torch.cuda.get_device_capability(device))
+
+
+def fitting_cuda_arch(libraries: Sequence[str], capability: tuple[int, int]) -> str | None:
+    """As `fitting_arch`, for a compute capability such as (9, 0)."""
+    this = capability[0] * 10 + capability[1]
+    if f"sm_{this}a" in libraries:
+        return f"sm_{this}a"
+    general = [arch for arch in libraries if arch[3:].isdigit() and int(arch[3:]) <= this]
+    return max(general, key=lambda arch: int(arch[3:]), default=None)
+
+
+# ---- finding artifacts -------------------------------------------------------------------------------------------
+def command(scheme: Scheme, origin: str, kind: str, arch: str) -> str:
+    """The command that compiles a scheme."""
+    params = "".join(f" -P {name}={value}" for name, value in plain_params(scheme).items())
+    return f"qdsl compile {origin}{params} --target {kind} --arch {arch}"
+
+
+def find_artifact(
+    scheme: Scheme, device: torch.device, *, given: Artifact | None = None, compile: str = "auto", origin: str = ""
+) -> Artifact:
+    """The artifact of a scheme for a device.
+
+    Looked for in this order: `given`; the directories of $QDSL_ARTIFACTS; the cache; and, unless `compile` is "never",
+    the compiler.  Raises ArtifactError or TargetError with the command that makes one.
+    """
+    arch = best_arch(device)
+    if given is not None and _is_of(given, scheme, device.type):
+        return _fitting(given, scheme, device, arch)
+    found = [a for a in _prebuilt() if _is_of(a, scheme, device.type)]
+    for artifact in found:
+        if fitting_arch(tuple(artifact.manifest.libraries), device):
+            return artifact
+    if cached := _cached(scheme, device.type, arch):
+        return cached
+    if compile != "never":
+        try:
+            return qdsl.compile(scheme, device.type, (arch,))
+        except TargetError:
+            if older := _any_cached(scheme, device):
+                return older
+            raise
+    if older := _any_cached(scheme, device):
+        return older
+    wrong = f"; {found[0].path} has only {', '.join(found[0].manifest.libraries)}" if found else ""
+    raise ArtifactError(
+        f"{scheme.bound} is not compiled for {device.type} {arch}{wrong}; "
+        f'run `{command(scheme, origin or scheme.name, device.type, arch)}`, or allow it with compile="auto"'
+    )
+
+
+def _fitting(artifact: Artifact, scheme: Scheme, device: torch.device, arch: str) -> Artifact:
+    """The artifact a user named, if it has code for this device."""
+    if fitting_arch(tuple(artifact.manifest.libraries), device) is None:
+        raise ArtifactError(
+            f"{artifact.path}: has kernels for {', '.join(artifact.manifest.libraries)}, this device needs {arch}; "
+            f"run `{command(scheme, scheme.name, device.type, arch)} -o {artifact.path}`"
+        )
+    return artifact
+
+
+def _is_of(artifact: Artifact, scheme: Scheme, kind: str) -> bool:
+    m = artifact.manifest
+    return m.kind == kind and m.text == scheme.text and dict(m.params) == plain_params(scheme)
+
+
+def _prebuilt() -> list[Artifact]:
+    """Artifacts of $QDSL_ARTIFACTS: each entry is an artifact or a folder of them."""
+    found = []
+    for entry in filter(None, os.environ.get("QDSL_ARTIFACTS", "").split(os.pathsep)):
+        for manifest in sorted([*Path(entry).glob("manifest.json"), *Path(entry).glob("*/manifest.json")]):
+            found.append(_opened(manifest.parent, manifest.stat().st_mtime_ns))
+    return found
+
+
+@functools.lru_cache(maxsize=256)
+def _opened(path: Path, modified: int) -> Artifact:
+    return open_artifact(path)
+
+
+def _cached(scheme: Scheme, kind: str, *archs: str) -> Artifact | None:
+    digest = cache.digest_of(scheme, kind, archs, toolchain(kind))
+    return cache.find(cache.entry(scheme, archs, digest), digest)
+
+
+def _any_cached(scheme: Scheme, device: torch.device) -> Artifact | None:
+    """A cached artifact for an older architecture that this device runs as well."""
+    levels = (
+        cpu_levels() if device.type == "cpu" else tuple(f"sm_{n}" for n in (121, 120, 103, 100, 90, 89, 87, 86, 80))
+    )
+    for arch in levels:
+        if fitting_arch((arch,), device) and (artifact := _cached(scheme, device.type, arch)):
+            return artifact
+    return None
+
+
+# ---- kernels -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class _Call:
+    """One function of the library and how to gather its arguments from (x, buffers…, y, computed…)."""
+
+    function: Callable
+    gather: Callable[[list], tuple]
+
+
+class Kernel:
+    """One artifact on one architecture.
+
+    names     the loaded tensors in the order `__call__` takes them
+    limits    the largest m of each variant but the unlimited one, ascending
+    """
+
+    def __init__(self, artifact: Artifact, arch: str, scheme: Scheme):
+        m = artifact.manifest
+        self.artifact, self.arch, self.scheme = artifact, arch, scheme
+        self.key = f"{m.scheme} {arch} {m.digest[:16]}"
+        known = {b.tensor for b in m.buffers}
+        self.names = tuple(t.name for t in scheme.tensors if t.loaded and t.name in known)
+        steps = [step for variant in m.variants for step in variant.steps]
+        used = {arg for step in steps for arg in step.args}
+        self.computed = tuple(t for t in scheme.tensors if isinstance(t.value, Expr) and t.name in used)
+        self.limits = [v.m_max for v in m.variants if v.m_max is not None]
+        self._variants: list[tuple[_Call, ...]] | None = None
+        self._templates: dict[tuple[int, int], list[tuple[list[int], int, torch.dtype]]] = {}
+
+    @property
+    def buffers(self) -> dict[str, Buffer]:
+        return {b.tensor: b for b in self.artifact.manifest.buffers}
+
+    def load(self) -> None:
+        """Open the library (its digest is checked first) and look up the functions."""
+        if self._variants is not None:
+            return
+        if self.artifact.manifest.kind == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise Error(
+                f"the kernels of {self.scheme.bound} are not loaded, and nothing can be loaded while a CUDA graph is "
+                "captured; call `layer.prepare()` (or run the layer once) before the capture"
+            )
+        import tvm_ffi
+
+        library = tvm_ffi.load_module(str(self.artifact.library(self.arch)))
+        pool = ["x", *self.names, "y", *(t.name for t in self.computed)]
+        self._variants = [
+            tuple(
+                _Call(library[step.function], itemgetter(*(pool.index(arg) for arg in step.args))) for step in v.steps
+            )
+            for v in self.artifact.manifest.variants
+        ]
+
+    def __call__(self, x: torch.Tensor, buffers: Sequence[torch.Tensor], n: int) -> torch.Tensor:
+        """y [m, n] for x [m, k], contiguous and aligned; buffers in the order of `names`."""
+        y = x.new_empty((x.shape[0], n))
+        self.run_into(x, buffers, y)
+        return y
+
+    def run_into(self, x: torch.Tensor, buffers: Sequence[torch.Tensor], y: torch.Tensor) -> None:
+        """The same into a given y, on torch's current stream."""
+        if self._variants is None:
+            self.load()
+        at = bisect_left(self.limits, x.shape[0])
+        if at == len(self._variants):
+            raise Error(f"{self.artifact.path} serves at most m = {self.limits[-1]} tokens, x has {x.shape[0]}")
+        pool = [x, *buffers, y]
+        if self.computed:
+            pool += self._allocate(x, y.shape[1])
+        for call in self._variants[at]:
+            call.function(*call.gather(pool))
+
+    def _allocate(self, x: torch.Tensor, n: int) -> list[torch.Tensor]:
+        """Room for what the steps compute between them: codes and scales of the activations."""
+        m, k = x.shape
+        template = self._templates.get((n, k))
+        if template is None:
+            sizes = {"e": 1, "m": 1, "n": n, "k": k}
+            template = [
+                (
+                    list(t.shape(sizes, self.scheme)),
+                    t.index.index(Var("m")) if Var("m") in t.index else -1,
+                    _native(t.dtype),
+                )
+                for t in self.computed
+            ]
+            self._templates[n, k] = template
+        result = []
+        for shape, at, kind in template:
+            result.append(x.new_empty([m if i == at else size for i, size in enumerate(shape)], dtype=kind))
+        return result
+
+
+def _native(format: DType) -> torch.dtype:
+    """The torch type of a computed tensor: native where torch has it, bit patterns in bytes up to 8 bits."""
+    if format.bits <= 8:
+        return torch.uint8
+    return torch_dtype(format) or torch.int32
+
+
+_KERNELS: dict[str, Kernel] = {}
+
+
+def register(artifact: Artifact, device: torch.device, scheme: Scheme) -> Kernel:
+    """The process's kernel of an artifact on this device; its library is opened at the first call or `load()`."""
+    arch = fitting_arch(tuple(artifact.manifest.libraries), device)
+    assert arch is not None, "find_artifact returns artifacts that fit"
+    kernel = Kernel(artifact, arch, scheme)
+    known = _KERNELS.get(kernel.key)
+    if known is None or (known._variants is None and not known.artifact.path.exists()):
+        _KERNELS[kernel.key] = known = kernel
+    return known
+
+
+def kernel(key: str) -> Kernel:
+    """The registered kernel of a key; raises Error when this process has made no layer with it."""
+    try:
+        return _KERNELS[key]
+    except KeyError:
+        raise Error(
+            f"no QuantLinear of this process uses the kernel `{key}`; construct or unpickle the layer first"
+        ) from None

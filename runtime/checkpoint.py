@@ -1,0 +1,1 @@
+def load_quantized(*a, **k): raise NotImplementedError

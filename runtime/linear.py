@@ -1,0 +1,652 @@
+"""QuantLinear: a linear layer whose weight is stored as a scheme says and multiplied by a compiled kernel.
+
+Buffers carry the declared names and hold the kernel's layout; a checkpoint's layout is met once, in `load`.  Packed
+tensors are bits, whatever their type says: `.half()`, `.to(dtype)` and autocast choose another kernel and never touch
+them, and a move to a device whose kernels want another layout unpacks and packs again, without loss.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+import qdsl
+from qdsl import reference
+from qdsl.artifact import MANIFEST, Artifact, open_artifact
+from qdsl.diagnostic import CheckpointError, Diagnostic, Error, SchemeError, closest, error
+from qdsl.dtype import DType
+from qdsl.expr import Item, Ref, walk
+from qdsl.layout import Layout, plain
+from qdsl.manifest import Buffer, Manifest, plain_params
+from qdsl.runtime import repack, weight
+from qdsl.runtime.artifact import Kernel, find_artifact, register
+from qdsl.runtime.artifact import kernel as kernel_of
+from qdsl.runtime.op import linear, rows
+from qdsl.runtime.state import Tag, tag
+from qdsl.scheme import Binding, Free, Scheme, Storage, Tensor, Var, shape_error
+
+_EXTRA = "_extra_state"  # torch's name for what get_extra_state returns
+
+
+class QuantLinear(nn.Module):
+    """y = x·Wᵀ + b with W as a quantization scheme stores it.
+
+    scheme        a shipped name, the path of a .q file, a `qdsl.Scheme`, or the directory of a compiled artifact
+    in_features   K; `out_features` N, the rows of the weight
+    bias          whether the scheme's optional bias is present
+    device        "cpu", "cuda…" or "meta"; by default torch's
+    dtype         torch.float16, bfloat16 or float32: sets the scheme's `act` parameter, by default the scheme's own
+    artifact      a compiled artifact (or its directory) to use instead of searching for one
+    compile       "auto" compiles what is found neither in $QDSL_ARTIFACTS nor in the cache; "never" raises instead
+    phase         which activation block a layer of a scheme with phases uses
+    params        parameters of the scheme, such as group=64
+
+    The layer has no numbers until `load`, `load_state_dict` or `from_float`, and refuses to run before.
+    """
+
+    def __init__(
+        self, scheme: str | Path | Scheme, in_features: int, out_features: int, bias: bool = False,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None, *,
+        artifact: str | Path | Artifact | None = None, compile: str = "auto", phase: str = "", **params: Any,
+    ):  # fmt: skip
+        super().__init__()
+        if compile not in ("auto", "never"):
+            raise ValueError(f'compile is "auto" or "never", not {compile!r}')
+        if in_features < 1 or out_features < 1:
+            raise ValueError(f"a layer has at least one input and one output, not {in_features} and {out_features}")
+        given = open_artifact(artifact) if isinstance(artifact, str | Path) else artifact
+        if isinstance(scheme, str | Path) and (Path(scheme) / MANIFEST).is_file():
+            given = open_artifact(scheme)
+            scheme = _parsed(given.manifest.text, given.manifest.scheme, tuple(given.manifest.params.items()))
+        self.scheme = _resolved(scheme, params, dtype)
+        self.in_features, self.out_features, self.phase = in_features, out_features, phase
+        self._has_bias, self._compile, self._given = bias, compile, given
+        self._origin = scheme.name if isinstance(scheme, Scheme) else str(scheme)
+        _check_layer(self.scheme, in_features, out_features, bias, phase)
+        self._wanted = _wanted(self.scheme, bias, phase)
+        self._held: dict[str, Buffer] = {}  # what each registered buffer holds
+        self._keys: dict[torch.dtype, str] = {}  # activation type -> kernel
+        self._operands: dict[torch.dtype, tuple[str, ...]] = {}  # activation type -> buffers, in the kernel's order
+        self._derived_names: set[str] = set()  # buffers made from others for one kernel
+        self._loaded = False
+        device = torch.get_default_device() if device is None else torch.device(device)
+        kernel = self._kernel_for(self.scheme, device)
+        for name in self._wanted:
+            self._held[name] = self._home(name, kernel, None)
+            shape = self._held[name].layout.stored_shape(self._shape(name))
+            self.register_buffer(name, torch.zeros(shape, dtype=_torch(self._held[name]), device=device))
+        self._bind(kernel)
+
+    # ---- what the layer is --------------------------------------------------------------------------------------
+    @property
+    def dtype(self) -> torch.dtype:
+        """Type of the activations the layer is made for."""
+        found = repack.torch_dtype(self.scheme.output.dtype)
+        assert found is not None, "checked at construction"
+        return found
+
+    @property
+    def device(self) -> torch.device:
+        return self._buffers[next(iter(self._wanted))].device
+
+    @property
+    def bias(self) -> torch.Tensor | None:
+        """The bias as it was loaded, or None."""
+        name = next((t.name for t in self._wanted.values() if t.role == "bias"), None)
+        return None if name is None else self._buffers[name]
+
+    @property
+    def kernel(self) -> Kernel:
+        """The kernel of the layer's own activation type."""
+        return kernel_of(self._keys[self.dtype])
+
+    @property
+    def manifest(self) -> Manifest:
+        return self.kernel.artifact.manifest
+
+    @property
+    def width(self) -> int:
+        """Features of y: fewer than `out_features` when the output block folds several rows into one."""
+        half = self.scheme.output.half
+        return self.out_features // half[1] if half else self.out_features
+
+    def extra_repr(self) -> str:
+        state = "" if self._loaded else ", not loaded"
+        return f"{self.scheme.bound}, in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}{state}"
+
+    def _shape(self, name: str) -> tuple[int, ...]:
+        return self._wanted[name].shape(self._sizes, self.scheme)
+
+    @property
+    def _sizes(self) -> dict[str, int]:
+        return {"e": 1, "m": 1, "n": self.out_features, "k": self.in_features}
+
+    # ---- kernels ------------------------------------------------------------------------------------------------
+    def _kernel_for(self, scheme: Scheme, device: torch.device) -> Kernel:
+        if device.type == "meta":  # buffers without numbers take the layout of the CPU; `to_empty` gives them another
+            device = torch.device("cpu")
+        artifact = find_artifact(scheme, device, given=self._given, compile=self._compile, origin=self._origin)
+        limit = artifact.manifest.max_k
+        if limit is not None and self.in_features > limit:
+            raise Error(
+                f"{scheme.bound}: beyond k = {limit} a sum of products could overflow {scheme.compute.accumulator}, "
+                f"and this layer has k = {self.in_features}"
+            )
+        return register(artifact, device, scheme)
+
+    def _follows(self, declared: Tensor) -> bool:
+        """Whether a tensor has the type of the activations, so that its own values must outlive a change of that."""
+        output = self.scheme.output
+        return "act" in self.scheme.params and declared in output.tensors and declared.dtype == output.dtype
+
+    def _home(self, name: str, kernel: Kernel, held: Buffer | None) -> Buffer:
+        """What a registered buffer holds: the kernel's layout, or its own plain values if it follows the activations."""
+        declared = self._wanted[name]
+        if not self._follows(declared):
+            return kernel.buffers[name]
+        return held or _plain(declared, kernel.buffers[name].dtype)
+
+    def _bind(self, kernel: Kernel) -> None:
+        """Make `kernel` the layer's own.  The registered buffers already are in its layout."""
+        self._keys, self._operands = {}, {}
+        self._add(kernel)
+        for name in self._derived_names - set(*self._operands.values()):
+            self._drop(name)
+
+    def _drop(self, name: str) -> None:
+        del self._buffers[name]
+        self._non_persistent_buffers_set.discard(name)
+        self._derived_names.discard(name)
+
+    def _add(self, kernel: Kernel) -> None:
+        """Let the layer run a kernel of the layout it holds; what this kernel wants in another type is derived."""
+        kind = repack.torch_dtype(kernel.scheme.output.dtype)
+        assert kind is not None, "layers are made for activation types that torch has"
+        names = []
+        for name in kernel.names:
+            buffer, declared = kernel.buffers[name], kernel.scheme.tensor(name)
+            if name in self._wanted and _same(self._held[name], buffer):
+                names.append(name)
+                continue
+            names.append(f"_{name}_{declared.dtype}")
+            fresh, known = self._derived(name, declared, buffer), self._buffers.get(names[-1])
+            if known is not None and known.shape == fresh.shape and known.device == fresh.device and not fresh.is_meta:
+                known.copy_(fresh)  # in place, so that a captured graph sees the new values
+            else:
+                self.register_buffer(names[-1], fresh, persistent=False)
+                self._derived_names.add(names[-1])
+        self._operands[kind] = tuple(names)
+        self._keys[kind] = kernel.key
+
+    def _derived(self, name: str, declared: Tensor, buffer: Buffer) -> torch.Tensor:
+        """A tensor that a kernel takes in another form than the layer keeps it."""
+        if name not in self._wanted:  # optional and absent: a tensor of no elements
+            return torch.empty((0,) * len(buffer.layout.axes), dtype=_torch(buffer), device=self.device)
+        held, tensor = self._held[name], self._buffers[name]
+        if tensor.is_meta:
+            return torch.empty(buffer.layout.stored_shape(self._shape(name)), dtype=_torch(buffer), device="meta")
+        patterns = held.layout.unpack(repack.bits_of(tensor), self._shape(name))
+        if _torch(held) != _torch(buffer):
+            patterns = declared.dtype.encode(_format(held).decode(patterns))
+        return repack.tensor_of(buffer.layout.pack(patterns), _torch(buffer)).to(tensor.device)
+
+    def _settle(self, scheme: Scheme, device: torch.device, given: Mapping[str, tuple[Buffer, torch.Tensor]]) -> None:
+        """Adopt buffers, whatever layout they are in, for a scheme and a device.  Nothing changes if anything fails."""
+        kernel = self._kernel_for(scheme, device)
+        new, held = {}, {}
+        for name, (buffer, tensor) in given.items():
+            declared = scheme.tensor(name)
+            if declared.dtype != self._wanted[name].dtype and not self._follows(self._wanted[name]):
+                raise TypeError(
+                    f"with {scheme.output.dtype} activations `{name}` would be {declared.dtype} instead of "
+                    f"{self._wanted[name].dtype}, and stored tensors are never cast"
+                )
+            held[name] = self._home(name, kernel, buffer)
+            new[name] = _repacked(tensor, buffer, held[name], self._shape(name), device)
+        self.scheme, self._held = scheme, held
+        self._wanted = _wanted(scheme, self._has_bias, self.phase)
+        for name, tensor in new.items():
+            known = self._buffers[name]
+            same = known.shape == tensor.shape and known.dtype == tensor.dtype and known.device == tensor.device
+            if same and not tensor.is_meta and known is not tensor:
+                known.copy_(tensor)  # in place, so that a captured graph sees the new values
+            else:
+                self._buffers[name] = tensor
+        self._bind(kernel)
+
+    def prepare(self, device: torch.device | str | None = None) -> QuantLinear:
+        """Compile or find, and load, every kernel the layer needs, after moving it to `device` if given.
+
+        Call it before a CUDA graph is captured; the first call of the layer does the same otherwise.
+        """
+        if device is not None:
+            self.to(device)
+        for key in self._keys.values():
+            kernel_of(key).load()
+        return self
+
+    # ---- running ------------------------------------------------------------------------------------------------
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """y [..., N] for x [..., K], in the type of x (of autocast, where that is on)."""
+        buffers, device = self._buffers, x.device
+        if device.type != "meta" and torch.is_autocast_enabled(device.type) and x.dtype != torch.float64:
+            x = x.to(torch.get_autocast_dtype(device.type))
+        key = self._keys.get(x.dtype)
+        if key is None or not self._loaded or x.dim() == 0 or x.shape[-1] != self.in_features:
+            key = self._explain(x)
+        operands = [buffers[name] for name in self._operands[x.dtype]]
+        if operands[0].device != device:
+            raise ValueError(f"x is on {device}, the layer on {self.device}; move one of them with .to()")
+        return linear(x, operands, self.width, key)
+
+    def run_into(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        """Run on x [m, K] into a given contiguous y [m, N], outside autograd."""
+        key = self._keys.get(x.dtype)
+        if key is None or not self._loaded or x.shape[-1] != self.in_features:
+            key = self._explain(x)
+        if tuple(y.shape) != (x.shape[0], self.width) or y.dtype != x.dtype or not y.is_contiguous():
+            raise ValueError(
+                f"y is {list(y.shape)} {y.dtype}, needed is a contiguous [{x.shape[0]}, {self.width}] {x.dtype}"
+            )
+        if x.shape[0]:
+            kernel_of(key).run_into(rows(x), [self._buffers[name] for name in self._operands[x.dtype]], y)
+
+    def _explain(self, x: torch.Tensor) -> str:
+        """The key of a kernel for an input that the fast path did not take, or the error that says why there is none."""
+        if not self._loaded:
+            raise Error(
+                f"this QuantLinear ({self.scheme.bound}) has no weights yet; load(), load_state_dict() and from_float() give it some"
+            )
+        if x.dim() == 0 or x.shape[-1] != self.in_features:
+            found = f"{x.shape[-1]} features" if x.dim() else "no dimension"
+            raise ValueError(f"x {list(x.shape)} has {found}, the layer takes in_features = {self.in_features}")
+        if x.dtype in self._keys:
+            return self._keys[x.dtype]
+        kernel = self._kernel_for(_with_dtype(self.scheme, x.dtype), self.device)
+        if any(
+            not self._follows(self._wanted[name]) and kernel.buffers[name] != held for name, held in self._held.items()
+        ):
+            raise TypeError(
+                f"x is {x.dtype}, and the weights are laid out for the {self.dtype} kernels of this device; "
+                f"call layer.to({x.dtype}), or give it {self.dtype}"
+            )
+        self._add(kernel)
+        return kernel.key
+
+    # ---- numbers ------------------------------------------------------------------------------------------------
+    def load(self, tensors: Mapping[str, torch.Tensor], prefix: str = "", layout: str | None = None) -> QuantLinear:
+        """Take the layer's tensors from a checkpoint.
+
+        tensors   stored tensors by full name
+        prefix    what stands before the layout's names, such as "model.layers.0.mlp.up_proj."
+        layout    one of the scheme's layouts; may be left out when it has one
+
+        Every shape and type is checked before anything is read, and everything is read before the layer changes; raises
+        CheckpointError with all that is wrong.
+        """
+        storage = self._storage(layout)
+        problems = self.mismatches(tensors, prefix, layout)
+        given: dict[str, tuple[Buffer, torch.Tensor]] = {}
+        for binding in () if problems else storage.bindings:
+            try:
+                if binding.tensor in self._wanted:
+                    given[binding.tensor] = self._read(storage, binding, tensors, prefix)
+            except ValueError as problem:
+                problems.append(error("value", str(problem), binding.span))
+        if problems:
+            raise CheckpointError("\n\n".join(map(str, problems)))
+        self._take(given)
+        return self
+
+    def mismatches(
+        self, tensors: Mapping[str, torch.Tensor], prefix: str = "", layout: str | None = None
+    ) -> list[Diagnostic]:
+        """What keeps `load` from reading these tensors, by shape and type alone (they may be on the meta device)."""
+        storage, wanted, problems = self._storage(layout), dict(self._wanted), []
+        for binding in storage.bindings:
+            name, declared = prefix + binding.source, self.scheme.tensor(binding.tensor)
+            if name not in tensors:
+                continue
+            found = tensors[name]
+            if declared.optional and declared.name not in wanted and (found.is_meta or bool((found != 0).any())):
+                message = f"checkpoint tensor `{name}` is there, but the layer was made without `{declared.name}`"
+                problems.append(error("unused-tensor", message, binding.span, fix="construct it with bias=True"))
+            elif declared.name in wanted and self._follows(declared) and repack.format_of(found.dtype):
+                del wanted[declared.name]  # any float will do, it is kept as it is; only the shape matters
+                needed = binding.layout.stored_shape(self._shape(declared.name))
+                if tuple(found.shape) != tuple(needed):
+                    sizes = self.out_features, self.in_features
+                    problems.append(shape_error(binding, name, found.shape, needed, *sizes))
+        return [*repack.mismatches(self.scheme, storage, tensors, prefix, self._sizes, wanted), *problems]
+
+    def _read(
+        self, storage: Storage, binding: Binding, tensors: Mapping[str, torch.Tensor], prefix: str
+    ) -> tuple[Buffer, torch.Tensor]:
+        """One tensor in the layout the layer holds it in."""
+        declared, shape = self._wanted[binding.tensor], self._shape(binding.tensor)
+        if self._follows(declared):
+            found = tensors[prefix + binding.source]
+            kind = repack.format_of(found.dtype)
+            assert kind is not None, "mismatches() admits only floats here"
+            own = replace(binding, stored=kind, layout=replace(binding.layout, bits=kind.bits, word=kind.bits))
+            words = repack.bits_of(found).reshape(own.layout.stored_shape(shape))
+            patterns = repack.patterns_of(own, replace(declared, dtype=kind), words, kind, shape)
+            return _plain(declared, _spelled(found.dtype)), repack.tensor_of(patterns, found.dtype)
+        patterns = repack.read(self.scheme, storage, binding, tensors, prefix, self._sizes)
+        _check_table(self.scheme, declared, patterns, prefix + binding.source)
+        return self._packed(declared.name, patterns)
+
+    def _packed(self, name: str, patterns: np.ndarray) -> tuple[Buffer, torch.Tensor]:
+        held = self._held[name]
+        if self._follows(self._wanted[name]):  # may be held in another type at the moment
+            held = _plain(self._wanted[name], self.kernel.buffers[name].dtype)
+        return held, repack.tensor_of(held.layout.pack(patterns), _torch(held))
+
+    def _storage(self, layout: str | None) -> Storage:
+        layouts = self.scheme.layouts
+        if layout is None and len(layouts) == 1:
+            return next(iter(layouts.values()))
+        if layout is None or layout not in layouts:
+            hint = f"; did you mean `{match}`?" if layout and (match := closest(layout, layouts)) else ""
+            wanted = "name one of its layouts" if layout is None else f"no layout `{layout}`{hint}"
+            raise CheckpointError(f"{self.scheme.bound}: {wanted} ({', '.join(layouts) or 'it has none'})")
+        return layouts[layout]
+
+    def set_patterns(self, patterns: Mapping[str, np.ndarray]) -> QuantLinear:
+        """Take logical bit patterns (what `Layout.unpack` and `qdsl.reference.quantize` give) by declared name."""
+        missing = [name for name in self._wanted if name not in patterns]
+        if missing:
+            raise CheckpointError(f"{self.scheme.bound}: no patterns for {', '.join(f'`{name}`' for name in missing)}")
+        for name in self._wanted:
+            if tuple(patterns[name].shape) != self._shape(name):
+                found, needed = list(patterns[name].shape), list(self._shape(name))
+                raise CheckpointError(f"{self.scheme.bound}: `{name}` is {found}, the layer needs {needed}")
+        self._take({name: self._packed(name, np.asarray(patterns[name])) for name in self._wanted})
+        return self
+
+    def _take(self, given: Mapping[str, tuple[Buffer, torch.Tensor]]) -> None:
+        """Give the layer all its numbers."""
+        device = torch.device("cpu") if self.device.type == "meta" else self.device
+        self._settle(self.scheme, device, given)
+        self._loaded = True
+
+    @classmethod
+    def from_float(cls, linear: nn.Linear, scheme: str | Path | Scheme, **options: Any) -> QuantLinear:
+        """A layer quantized from an nn.Linear by the scheme's `quantize` block.
+
+        `options` are those of the constructor; device and dtype default to the linear's.
+        """
+        w, bias = linear.weight.detach(), linear.bias
+        options = {"device": w.device, "dtype": w.dtype, **options}
+        layer = cls(scheme, linear.in_features, linear.out_features, bias is not None, **options)
+        active = layer.scheme.activation(layer.phase)
+        if active is not None and active.operand.loaded:
+            names = ", ".join(f"`{t.name}`" for t in active.operand.loaded)
+            raise Error(
+                f"{layer.scheme.bound}: {names} must be calibrated, which a float layer can't tell; use set_patterns()"
+            )
+        try:
+            patterns = reference.quantize(layer.scheme, w.double().cpu().numpy())
+        except ValueError as problem:
+            raise Error(f"{problem}, so it can't be made from a float layer") from None
+        given = {name: layer._packed(name, p) for name, p in patterns.items()}
+        for name, declared in layer._wanted.items():
+            if declared.role == "bias" and bias is not None:
+                own = bias.detach().cpu()
+                follows = layer._follows(declared) and repack.format_of(own.dtype) is not None
+                encoded = declared.dtype.encode(own.double().numpy())
+                given[name] = (_plain(declared, _spelled(own.dtype)), own) if follows else layer._packed(name, encoded)
+        layer._take(given)
+        return layer
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
+        """The weight [N, K] on the layer's device: exact in float64, or rounded once from that to `dtype`."""
+        if not self._loaded:
+            raise Error("there is nothing to dequantize: the layer has no weights yet")
+        n, k = self.out_features, self.in_features
+        given = weight.patterns(self.scheme, self._buffers, self._held, n, k)
+        if dtype is None or dtype == torch.float64:
+            return torch.from_numpy(weight.decoded(self.scheme, given, n, k)).to(self.device)
+        kind = repack.format_of(dtype)
+        if kind is None:
+            raise TypeError(f"dequantize gives float64, float32, float16 or bfloat16, not {dtype}")
+        return repack.tensor_of(weight.rounded(self.scheme, given, n, k, kind), dtype).to(self.device)
+
+    # ---- moving, copying, saving --------------------------------------------------------------------------------
+    def _apply(self, fn, recurse=True):
+        """Move as nn.Module does, but never cast what is packed: a new float type selects another kernel."""
+        kind = fn(torch.empty(0, dtype=self.dtype, device=self.device)).dtype
+        scheme = _with_dtype(self.scheme, kind) if kind.is_floating_point else self.scheme
+        was_meta = self.device.type == "meta"
+        given = {name: (self._held[name], _moved(self._buffers[name], fn)) for name in self._wanted}
+        device = next(iter(given.values()))[1].device
+        changed = scheme is not self.scheme or device != self.device
+        if changed:
+            self._settle(scheme, device, given)
+            self._loaded = self._loaded and not was_meta and device.type != "meta"
+        own = {name: self._buffers.pop(name) for name in (*self._wanted, *self._derived_names)}
+        try:
+            super()._apply(fn, recurse)  # whatever else was registered on the layer
+        finally:
+            self._buffers.update(own)
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Everything but the kernels, which the next process finds by the scheme."""
+        state = self.__dict__.copy()
+        state["scheme"] = (self.scheme.text, self.scheme.name, tuple(plain_params(self.scheme).items()))
+        state["_given"] = self._given and self._given.path
+        state["_buffers"] = {name: b for name, b in self._buffers.items() if name not in self._derived_names}
+        state["_non_persistent_buffers_set"] = self._non_persistent_buffers_set - self._derived_names
+        return {name: value for name, value in state.items() if name not in ("_keys", "_operands", "_wanted")}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.scheme = _parsed(*state["scheme"])
+        self._given = open_artifact(self._given) if self._given and (self._given / MANIFEST).is_file() else None
+        self._wanted = _wanted(self.scheme, self._has_bias, self.phase)
+        self._keys, self._operands, self._derived_names = {}, {}, set()
+        self._settle(self.scheme, self.device, {name: (self._held[name], self._buffers[name]) for name in self._wanted})
+
+    def _tag(self) -> Tag:
+        return tag(self.scheme, self.out_features, self.in_features, self.manifest.kind, self._held, self._loaded)
+
+    def get_extra_state(self) -> torch.Tensor:
+        """What the buffers of a state_dict mean, as bytes (`qdsl.runtime.state`)."""
+        return self._tag().to_tensor()
+
+    def set_extra_state(self, state: torch.Tensor) -> None:
+        """Done by `_load_from_state_dict`, which must know the tag before it reads a buffer."""
+
+    def _load_from_state_dict(
+        self, state_dict, prefix, local_metadata, strict, missing_keys, unexpected_keys, error_msgs
+    ) -> None:
+        """Take saved buffers, repacked if they are in the layout of another device; a tag that disagrees is an error."""
+        names = {name: prefix + name for name in self._wanted}
+        missing = [key for key in (*names.values(), prefix + _EXTRA) if key not in state_dict]
+        known = {*names.values(), prefix + _EXTRA}
+        if strict:
+            missing_keys += missing
+            unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
+        if missing:
+            if len(missing) == 1 and missing[0].endswith(_EXTRA):
+                error_msgs.append(
+                    f"{missing[0]} is missing: without it nobody knows the layout of the buffers beside it"
+                )
+            return
+        try:
+            saved = Tag.from_tensor(state_dict[prefix + _EXTRA])
+        except CheckpointError as problem:
+            error_msgs.append(f"{prefix.rstrip('.') or 'the layer'}: {problem}")
+            return
+        given, problem = {}, self._tag().disagreement(saved)
+        for buffer in saved.buffers if not problem else ():
+            tensor, needed = state_dict[prefix + buffer.tensor], buffer.layout.stored_shape(self._shape(buffer.tensor))
+            if tuple(tensor.shape) != tuple(needed) or tensor.dtype != _torch(buffer):
+                problem = f"{buffer.tensor} is {list(tensor.shape)} {tensor.dtype}, its tag says {list(needed)} {buffer.dtype}"
+            given[buffer.tensor] = (buffer, tensor)
+        if problem:
+            error_msgs.append(f"{prefix.rstrip('.') or 'the layer'}: {problem}")
+            return
+        assign = local_metadata.get("assign_to_params_buffers", False) or self.device.type == "meta"
+        device = next(iter(given.values()))[1].device if assign else self.device
+        self._settle(self.scheme, device, given)
+        self._loaded = saved.loaded
+
+
+# ---- construction ------------------------------------------------------------------------------------------------
+@functools.lru_cache(maxsize=256)
+def _parsed(text: str, path: str, params: tuple[tuple[str, int | str], ...]) -> Scheme:
+    return qdsl.parse(text, path, **dict(params))
+
+
+@functools.lru_cache(maxsize=256)
+def _named(name: str, modified: int, params: tuple[tuple[str, Any], ...]) -> Scheme:
+    return qdsl.load(name, **dict(params))
+
+
+def _resolved(scheme: str | Path | Scheme, params: Mapping[str, Any], dtype: torch.dtype | None) -> Scheme:
+    """The scheme with its parameters, its activation type among them."""
+    if isinstance(scheme, Scheme):
+        found = _rebound(scheme, params) if params else scheme
+    else:
+        path = Path(scheme)
+        modified = path.stat().st_mtime_ns if path.is_file() else 0
+        found = _named(
+            str(scheme), modified, tuple(sorted((k, str(v) if isinstance(v, DType) else v) for k, v in params.items()))
+        )
+    if repack.torch_dtype(found.output.dtype) is None:
+        raise Error(f"{found.bound}: a layer's output is f16, bf16 or f32, not {found.output.dtype}")
+    return found if dtype is None else _with_dtype(found, dtype)
+
+
+def _rebound(scheme: Scheme, params: Mapping[str, Any]) -> Scheme:
+    plain_ = {name: str(v) if isinstance(v, DType) else v for name, v in params.items()}
+    return _parsed(scheme.text, scheme.name, tuple({**plain_params(scheme), **plain_}.items()))
+
+
+def _with_dtype(scheme: Scheme, kind: torch.dtype) -> Scheme:
+    """The scheme with activations of a torch type; raises TypeError by name when it has none."""
+    have = repack.torch_dtype(scheme.output.dtype)
+    if kind == have:
+        return scheme
+    wanted = repack.format_of(kind)
+    if wanted is None:
+        raise TypeError(f"{scheme.bound}: activations are float16, bfloat16 or float32, not {kind}; cast x to {have}")
+    if "act" not in scheme.params:
+        raise TypeError(f"{scheme.bound} takes {have} only (it has no parameter `act`), not {kind}; cast x to {have}")
+    try:
+        found = _rebound(scheme, {"act": wanted})
+    except SchemeError as problem:
+        raise TypeError(f"{scheme.bound} can't take {kind}; cast x to {have}\n{problem}") from None
+    if found.output.dtype != wanted:
+        raise TypeError(f"{scheme.bound} gives {have} whatever `act` is, not {kind}; cast x to {have}")
+    return found
+
+
+def _check_layer(scheme: Scheme, k: int, n: int, bias: bool, phase: str) -> None:
+    """Raises Error when no layer of this size can have this scheme."""
+    if scheme.experts:
+        raise Error(f"{scheme.bound} declares a stack of experts; a QuantLinear is one matrix")
+    if (broken := scheme.violated(n, k)) is not None:
+        raise Error(f"{scheme.bound} requires {broken}, and this layer has n = {n}, k = {k}")
+    if scheme.output.half and n % scheme.output.half[1]:
+        raise Error(
+            f"{scheme.bound} folds {scheme.output.half[1]} features into one, and n = {n} is no multiple of that"
+        )
+    if phase not in ("", "both") and phase not in scheme.phases:
+        known = ", ".join(scheme.phases) or "none"
+        raise Error(f"{scheme.bound} has no phase `{phase}` (it has: {known})")
+    if bias and not any(t.role == "bias" for t in scheme.output.tensors):
+        raise Error(
+            f"{scheme.bound} declares no bias; construct the layer with bias=False, or add `bias b[n]` to its output block"
+        )
+    for t in _wanted(scheme, bias, phase).values():
+        if Var("m") in t.index or any(isinstance(i, Free) for i in t.index):
+            raise Error(f"{scheme.bound}: `{t}` has no size before a call, and a QuantLinear can't hold it yet")
+
+
+def _wanted(scheme: Scheme, bias: bool, phase: str) -> dict[str, Tensor]:
+    """The tensors a layer keeps, by name."""
+    active = scheme.activation(phase)
+    tensors = [*scheme.weight.loaded, *(active.operand.loaded if active else ())]
+    tensors += [t for t in scheme.output.tensors if t.loaded and (not t.optional or (bias and t.role == "bias"))]
+    return {t.name: t for t in tensors}
+
+
+# ---- buffers -----------------------------------------------------------------------------------------------------
+def _torch(buffer: Buffer) -> torch.dtype:
+    return getattr(torch, buffer.dtype)
+
+
+def _spelled(kind: torch.dtype) -> str:
+    return str(kind).removeprefix("torch.")
+
+
+def _format(buffer: Buffer) -> DType:
+    found = repack.format_of(_torch(buffer))
+    assert found is not None, "only floats are kept in a type of their own"
+    return found
+
+
+def _plain(declared: Tensor, kind: str) -> Buffer:
+    """Elements in declared order, in their own torch type."""
+    bits = getattr(torch, kind).itemsize * 8
+    return Buffer(declared.name, kind, plain(len(declared.index), bits))
+
+
+def _same(held: Buffer, wanted: Buffer) -> bool:
+    """Whether two buffers hold the same bits in the same places."""
+    if held.dtype != wanted.dtype:
+        return False
+    return held.layout == wanted.layout or (_is_plain(held.layout) and _is_plain(wanted.layout))
+
+
+def _is_plain(layout: Layout) -> bool:
+    names = [tuple(d.name for d in dim) for dim in layout.dims]
+    return (
+        layout.bits == layout.word
+        and names == [axis.digits for axis in layout.axes]
+        and not any(a.runs for a in layout.axes)
+    )
+
+
+def _moved(tensor: torch.Tensor, fn) -> torch.Tensor:
+    """fn of a tensor's bytes, so that only what fn does to the device takes effect."""
+    raw = tensor.reshape(-1).view(torch.uint8)
+    result = fn(raw)
+    if result.dtype != raw.dtype:  # module.type(…) casts integers too
+        result = raw.to(result.device)
+    if result.device == tensor.device and (result.is_meta or result.data_ptr() == raw.data_ptr()):
+        return tensor
+    return result.view(tensor.dtype).reshape(tensor.shape)
+
+
+def _repacked(
+    tensor: torch.Tensor, held: Buffer, wanted: Buffer, shape: tuple[int, ...], device: torch.device
+) -> torch.Tensor:
+    """The same elements in another layout on another device, bit for bit."""
+    if device.type == "meta":
+        return torch.empty(wanted.layout.stored_shape(shape), dtype=_torch(wanted), device=device)
+    if _same(held, wanted):
+        return tensor.to(device)
+    patterns = held.layout.unpack(repack.bits_of(tensor), shape)
+    return repack.tensor_of(wanted.layout.pack(patterns), _torch(wanted)).to(device)
+
+
+def _check_table(scheme: Scheme, declared: Tensor, patterns: np.ndarray, name: str) -> None:
+    """Codes that look a table up must name entries it has."""
+    for node in walk(scheme.weight.decode):
+        if isinstance(node, Item) and node.args == (Ref(declared.name),):
+            size = scheme.tensor(node.name).shape({})[0]
+            if patterns.size and int(patterns.max()) >= size:
+                raise ValueError(
+                    f"`{name}` holds code {int(patterns.max())}, but table `{node.name}` has only {size} entries"
+                )

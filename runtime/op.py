@@ -1,0 +1,140 @@
+"""The torch operator behind every layer: qdsl::linear(x, buffers, n, key) -> y, and its gradient to x.
+
+Registered with torch.library.Library and an Autograd function of its own; the `custom_op` decorator costs three times as
+much per call.  A key names a kernel of this process (`qdsl.runtime.artifact`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from qdsl.diagnostic import Error
+from qdsl.expr import Binary, Ref
+from qdsl.runtime.artifact import ALIGNMENT, Kernel, kernel
+from qdsl.scheme import Scheme
+
+_LIBRARY = torch.library.Library("qdsl", "DEF")
+_LIBRARY.define("linear(Tensor x, Tensor[] buffers, SymInt n, str key) -> Tensor")
+_LIBRARY.define("input_grad(Tensor grad, Tensor[] buffers, SymInt k, str key) -> Tensor")
+
+_CHUNK = 1 << 24  # weights dequantized at a time for a gradient
+
+
+def rows(x: torch.Tensor) -> torch.Tensor:
+    """x as the [m, k] that kernels take: contiguous, aligned, with the strides of its shape even where a size is 1."""
+    k = x.shape[-1]
+    if x.dim() != 2:
+        x = x.reshape(-1, k)
+    if x.stride() != (k, 1):
+        x = x.contiguous()
+        if x.stride() != (k, 1):  # torch calls any stride of a size-1 axis contiguous
+            x = x.as_strided(x.shape, (k, 1))
+    return x.clone() if x.data_ptr() % ALIGNMENT else x
+
+
+def _linear(x: torch.Tensor, buffers: Sequence[torch.Tensor], n: int, key: str) -> torch.Tensor:
+    if x.dim() == 2:
+        return kernel(key)(rows(x), buffers, n) if x.shape[0] else x.new_empty((0, n))
+    shape = (*x.shape[:-1], n)
+    return kernel(key)(rows(x), buffers, n).view(shape) if x.numel() else x.new_empty(shape)
+
+
+def _input_grad(grad: torch.Tensor, buffers: Sequence[torch.Tensor], k: int, key: str) -> torch.Tensor:
+    """dX = dY·W with the dequantized W, in float32 sums, rounded once to the type of dY."""
+    known, n = kernel(key), grad.shape[-1]
+    flat = grad.reshape(-1, n)
+    if flat.shape[0] == 0:
+        return grad.new_zeros((*grad.shape[:-1], k))
+    part = _weight_through_kernel if grad.is_cuda and not known.scheme.activations else _weight_on_host
+    out = grad.new_empty((flat.shape[0], k))
+    for start, weight in part(known, buffers, n, k, grad):  # weight: columns from `start`, [n, some of k]
+        out[:, start : start + weight.shape[1]] = flat @ weight
+    return out.view(*grad.shape[:-1], k)
+
+
+def _weight_through_kernel(known: Kernel, buffers: Sequence[torch.Tensor], n: int, k: int, like: torch.Tensor):
+    """The layer's answer to unit vectors is its weight, rounded once: no copy to the host, no second decoder."""
+    given = [
+        b if known.scheme.tensor(name).role != "bias" else torch.zeros_like(b) for name, b in zip(known.names, buffers)
+    ]
+    step = max(1, min(k, _CHUNK // max(n, k)))
+    for start in range(0, k, step):
+        count = min(step, k - start)
+        unit = like.new_zeros((count, k))
+        unit[torch.arange(count, device=like.device), torch.arange(start, start + count, device=like.device)] = 1
+        yield start, known(unit, given, n).T
+
+
+def _weight_on_host(known: Kernel, buffers: Sequence[torch.Tensor], n: int, k: int, like: torch.Tensor):
+    from qdsl.runtime.weight import decoded, patterns
+
+    exact = decoded(known.scheme, patterns(known.scheme, dict(zip(known.names, buffers)), known.buffers, n, k), n, k)
+    yield 0, torch.from_numpy(exact).to(like.device, like.dtype)
+
+
+def differentiable(scheme: Scheme) -> str:
+    """Why dX = dY·W is not the gradient of this scheme's layer; empty when it is.
+
+    Rounding of activations passes the gradient straight through, as is usual in training with quantized activations.
+    """
+    value = scheme.output.value
+    plain = value == Ref("acc") or (isinstance(value, Binary) and value.op == "+" and value.left == Ref("acc"))
+    if scheme.experts:
+        return "experts have no gradient yet"
+    if not plain:
+        return f"its output is `{value}`, and only `acc` and `acc + bias` have a gradient yet"
+    if any(a.transforms for a in scheme.activations):
+        return "it transforms x before quantizing, and transforms have no gradient yet"
+    return ""
+
+
+class _Linear(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, buffers, n, key):
+        if reason := differentiable(kernel(key).scheme):
+            raise Error(
+                f"{kernel(key).scheme.bound} can't pass a gradient to x: {reason}; call it under torch.no_grad()"
+            )
+        ctx.buffers, ctx.k, ctx.key = buffers, x.shape[-1], key
+        with torch._C._AutoDispatchBelowAutograd():
+            return torch.ops.qdsl.linear(x, buffers, n, key)
+
+    @staticmethod
+    def backward(ctx, grad):
+        return torch.ops.qdsl.input_grad(grad, ctx.buffers, ctx.k, ctx.key), None, None, None
+
+
+def _linear_autograd(x: torch.Tensor, buffers: Sequence[torch.Tensor], n: int, key: str) -> torch.Tensor:
+    if x.requires_grad and torch.is_grad_enabled():
+        return _Linear.apply(x, buffers, n, key)
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.qdsl.linear.default(x, buffers, n, key)
+
+
+def _input_grad_autograd(grad: torch.Tensor, buffers: Sequence[torch.Tensor], k: int, key: str) -> torch.Tensor:
+    if grad.requires_grad and torch.is_grad_enabled():
+        raise Error("a QuantLinear has no second derivative: its gradient can't itself be differentiated")
+    with torch._C._AutoDispatchBelowAutograd():
+        return torch.ops.qdsl.input_grad.default(grad, buffers, k, key)
+
+
+for _device in ("CPU", "CUDA"):
+    _LIBRARY.impl("linear", _linear, _device)
+    _LIBRARY.impl("input_grad", _input_grad, _device)
+_LIBRARY.impl("linear", _linear_autograd, "Autograd")
+_LIBRARY.impl("input_grad", _input_grad_autograd, "Autograd")
+
+
+@torch.library.register_fake("qdsl::linear", lib=_LIBRARY)
+def _linear_fake(x, buffers, n, key):
+    return x.new_empty((*x.shape[:-1], n))
+
+
+@torch.library.register_fake("qdsl::input_grad", lib=_LIBRARY)
+def _input_grad_fake(grad, buffers, k, key):
+    return grad.new_empty((*grad.shape[:-1], k))
+
+
+linear = torch.ops.qdsl.linear.default
