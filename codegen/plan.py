@@ -254,7 +254,10 @@ def _layout(t: Tensor, scheme: Scheme, fragment: bool) -> Layout:
         if fragment:
             return _fragment_rows(t)
         return _vector_rows(t, vector_features(scheme.code.dtype))
-    return plain(len(t.index), t.dtype.bits, max(8, 1 << (t.dtype.bits - 1).bit_length()))
+    word = max(8, 1 << (t.dtype.bits - 1).bit_length())
+    if not t.index:  # kernels take a scalar as a tensor of one element
+        return Layout((), (Axis(()),), t.dtype.bits, word)
+    return plain(len(t.index), t.dtype.bits, word)
 
 
 def _fragment_codes(t: Tensor) -> Layout:

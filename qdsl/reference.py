@@ -6,7 +6,8 @@ name.  `linear` also returns an error bound derived from the declared types, so 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -141,12 +142,12 @@ def quantize(scheme: Scheme, weight: np.ndarray, index: Patterns | None = None) 
 
 # ---- activations -------------------------------------------------------------------------------------------------
 def activate(
-    scheme: Scheme, x: np.ndarray, patterns: Patterns, phase: str = "", nudge: float = 0.0
+    scheme: Scheme, x: np.ndarray, patterns: Patterns, phase: str = "", nudges: Sequence[float] = ()
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
     """(the float64 activation after quantization [m, k], patterns of every computed tensor).
 
-    `nudge` multiplies values by 1 + nudge before they round: how far a result can move when a kernel's arithmetic is
-    off by that much, which matters next to ties.
+    `nudges` multiply the computed tensors, in order, by 1 + nudge before they round: how far a result can move when a
+    kernel's arithmetic is off by that much, which matters next to ties.
     """
     block = scheme.activation(phase)
     if block is None:
@@ -156,9 +157,10 @@ def activate(
     sizes = {"e": 1, "m": x.shape[0], "n": 1, "k": x.shape[1]}
     axes = _Axes(scheme, sizes, {t.name: patterns[t.name] for t in block.operand.loaded})
     axes.values["x"] = np.asarray(x, np.float64)[None, :, None, :]
-    computed = {}
+    computed: dict[str, np.ndarray] = {}
     for tensor in block.operand.tensors:
         if isinstance(tensor.value, Expr):
+            nudge = nudges[len(computed)] if nudges else 0.0
             value = axes.collapse(tensor, axes.evaluate(tensor.value, tensor.index)) * (1 + nudge)
             computed[tensor.name] = tensor.dtype.encode(value)
             axes.values[tensor.name] = axes.expand(tensor.index, tensor.dtype.decode(computed[tensor.name]))
@@ -224,8 +226,8 @@ def linear(
     a, computed = activate(scheme, x, patterns, phase)
     slack = np.zeros_like(a)
     if block is not None:
-        for nudge in (-4 * F32.unit, 4 * F32.unit):
-            moved, _ = activate(scheme, x, patterns, phase, nudge)
+        for nudges in itertools.product((-4 * F32.unit, 4 * F32.unit), repeat=len(computed)):
+            moved, _ = activate(scheme, x, patterns, phase, nudges)
             slack = np.maximum(slack, np.abs(moved - a))
     with np.errstate(invalid="ignore", over="ignore"):
         acc = a @ w.T

@@ -106,11 +106,18 @@ class _Linear(torch.autograd.Function):
         return torch.ops.qdsl.input_grad(grad, ctx.buffers, ctx.k, ctx.key), None, None, None
 
 
-def _linear_autograd(x: torch.Tensor, buffers: Sequence[torch.Tensor], n: int, key: str) -> torch.Tensor:
+# What is left of a dispatch below autograd when nothing but the device's own kernel is to come.
+_PLAIN = {torch._C.DispatchKeySet(key).raw_repr() for key in (torch._C.DispatchKey.CPU, torch._C.DispatchKey.CUDA)}
+
+
+def _linear_autograd(keys, x: torch.Tensor, buffers: Sequence[torch.Tensor], n: int, key: str) -> torch.Tensor:
     if x.requires_grad and torch.is_grad_enabled():
         return _Linear.apply(x, buffers, n, key)
+    rest = keys & torch._C._after_autograd_keyset
+    if rest.raw_repr() in _PLAIN:  # no tracing, no fake tensors: a second dispatch would only cost its 5 µs
+        return _linear(x, buffers, n, key)
     with torch._C._AutoDispatchBelowAutograd():
-        return torch.ops.qdsl.linear.default(x, buffers, n, key)
+        return torch.ops.qdsl.linear.default.redispatch(rest, x, buffers, n, key)
 
 
 def _input_grad_autograd(grad: torch.Tensor, buffers: Sequence[torch.Tensor], k: int, key: str) -> torch.Tensor:
@@ -123,7 +130,7 @@ def _input_grad_autograd(grad: torch.Tensor, buffers: Sequence[torch.Tensor], k:
 for _device in ("CPU", "CUDA"):
     _LIBRARY.impl("linear", _linear, _device)
     _LIBRARY.impl("input_grad", _input_grad, _device)
-_LIBRARY.impl("linear", _linear_autograd, "Autograd")
+_LIBRARY.impl("linear", _linear_autograd, "Autograd", with_keyset=True)
 _LIBRARY.impl("input_grad", _input_grad_autograd, "Autograd")
 
 

@@ -165,6 +165,6 @@ def _codes(scheme: Scheme, patterns, column: int) -> str:
     for t in scheme.weight.loaded:
         row = patterns[t.name]
         row = row[min(column, len(row) - 1)] if t.index and str(t.index[0]) == "n" else row
-        values = t.dtype.decode(np.atleast_1d(row)[:8])
+        values = t.dtype.decode(np.ravel(row)[:8])
         parts.append(f"{t.name} = {', '.join(f'{v:g}' for v in values)}{', …' if np.size(row) > 8 else ''}")
     return "; ".join(parts)

@@ -2,7 +2,8 @@
 
     y[m, n] = epilogue(sum over k of x[m, k] * (q[n, k] - zero[n, k // group]) * scale[n, k // group])
 
-M, N and K are run-time values and every M, N, K >= 1 is right. Sums are held in float32 and rounded once.
+M, N and K are run-time values and every M, N, K >= 1 is right. Sums are held in float32 and rounded once; a
+row's result does not depend on the other rows, nor on how many there are.
 
 Output features are the 16-row side (A) of mma.m16n8k16, tokens its 8-column side (B):
 
@@ -17,23 +18,24 @@ The codes are stored as these registers, so a lane's codes for 16 features by 64
                                                              p  1   1   1   1   0   0   0   0
                                                       register  3   2   1   0   3   2   1   0
 
-and one mask takes both 16-bit halves of a register out of a word.
+and one mask takes both 16-bit halves of a register out of a word. Scales are [o, k // group, c, r]; zeros
+likewise, or as nibbles r of the bytes [o, k // group, c].
 
-The warps of a CTA are `teams`, each with its own share of k, its own ring of cp.async stages and no barrier but its
-own until the partial sums are added:
+The warps of a CTA form teams. Each team has its own share of k and its own ring of cp.async stages, and waits
+for no other before the partial sums are added:
 
-    k ->   | slice 0 | slice 1 | slice 2 | slice 3 | slice 4 | ...       a slice is `slice` tiles of 64
-           | team 0  | team 1  | team 0  | team 1  | team 0  | ...       one slice fills one stage
+    k ->   | slice 0 | slice 1 | slice 2 | slice 3 | slice 4 | ...     a slice is `Tile.slice` tiles of 64
+           | team 0  | team 1  | team 0  | team 1  | team 0  | ...     one slice fills one stage
 
-Scale and zero meet the codes in one of two places (`Tile.correct`): few tokens correct the sums of a group, many
-tokens correct the weights.
+Scale and zero meet the codes in one of two places (`Tile.correct`): few tokens correct the sums of a group,
+many tokens correct the weights.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from tvm import tirx
@@ -52,8 +54,8 @@ Epilogue = Callable[[tirx.Expr, tirx.Expr, tirx.Expr, Mapping[str, tirx.Buffer]]
 class Half:
     """What the main loop needs to know about a 16-bit float type.
 
-    A nibble or-ed into the bits of `bias` is the number bias + q. If the mantissa is wide enough, the nibble above
-    is taken without a shift, as bias + 16 q: `wide` is 16 then, otherwise 1.
+    A nibble or-ed into the bits of `bias` is the number bias + q. If the mantissa is wide enough, the nibble
+    above is taken without a shift, as bias + 16 q: `wide` is 16 then, otherwise 1.
     """
 
     ptx: str
@@ -117,7 +119,7 @@ class Tile:
     split: tuple[int, int, int]  # warps of a team along tokens and features, teams along k
     slice: int  # tiles of 64 along k in one stage
     stages: int  # stages of a team's ring
-    resident: int | None = None  # CTAs that an SM must hold, a limit on registers; None: the compiler's choice
+    resident: int  # CTAs that an SM must be able to hold: a limit on registers
 
     def __post_init__(self):
         assert self.correct in ("sums", "weights"), self
@@ -150,7 +152,7 @@ class Tile:
 
     @property
     def registers(self) -> tuple[int, ...]:
-        """Registers i of an mma result that are tokens: i // 2 is feature c or c + 8, i % 2 token 2t or 2t + 1."""
+        """Registers of an mma result that matter: i // 2 is feature c or c + 8, i % 2 token 2t or 2t + 1."""
         return (0, 2) if self.tokens == 1 else (0, 1, 2, 3)
 
     @property
@@ -174,8 +176,10 @@ def tiles() -> tuple[Tile, ...]:
         Tile("m8", 8, "sums", tokens=8, features=32, split=(1, 1, 4), slice=4, stages=2, resident=2),
         Tile("m16", 16, "sums", tokens=16, features=32, split=(1, 1, 8), slice=2, stages=2, resident=2),
         Tile("m64", 64, "weights", tokens=32, features=64, split=(1, 1, 4), slice=2, stages=2, resident=2),
-        Tile("m128", 128, "weights", tokens=64, features=64, split=(1, 1, 4), slice=1, stages=2, resident=1),
-        Tile("any", None, "weights", tokens=128, features=128, split=(2, 2, 1), slice=2, stages=2, resident=1),
+        Tile("m256", 256, "weights", tokens=64, features=64, split=(1, 1, 4), slice=1, stages=2, resident=1),
+        Tile(
+            "any", None, "weights", tokens=128, features=128, split=(2, 2, 1), slice=2, stages=2, resident=1
+        ),
     )
 
 
@@ -192,18 +196,18 @@ def lower(
     with IRBuilder() as builder, T.prim_func(False, False, False):
         T.func_name(name)
         T.func_attr({"global_symbol": name, "tirx.noalias": True})
-        buffers = _declare(weight, tile, extra, output or weight.compute)
+        own, others = _declare(weight, tile, extra, output or weight.compute)
         T.device_entry()
-        with _resident(tile.resident):
-            k = _enter(weight, tile, buffers)
+        with T.attr({"tirx.launch_bounds_min_blocks_per_sm": tile.resident}):
+            k = _enter(weight, tile, own)
             _store_partials(k, _main_loop(k))
-            _reduce(k, epilogue, {name: buffers[name] for name, _, _ in extra}, buffers["y"])
+            _reduce(k, epilogue, others, own["y"])
     return builder.get()
 
 
 @dataclass(frozen=True)
 class Stage:
-    """What one stage holds, operand after operand. The stages of all teams begin the shared memory of a CTA."""
+    """What one stage holds, operand after operand. Shared memory begins with the stages of all teams."""
 
     weight: Weight
     tile: Tile
@@ -212,8 +216,8 @@ class Stage:
     def step(self) -> int:
         """Extent along k that shares one scale and zero, within one stage.
 
-        A sum that is corrected afterwards is at most 128 long: the codes are off by up to 1024, and a longer sum
-        of such numbers loses the bits that matter.
+        A sum that is corrected afterwards is at most 128 long: the codes are off by up to 1024, and a longer
+        sum of such numbers loses the bits that matter.
         """
         longest = min(64 * self.tile.slice, 128) if self.tile.correct == "sums" else 64
         return math.gcd(self.weight.group or longest, longest)
@@ -238,8 +242,8 @@ class Stage:
     def offset(self, operand: str | None = None) -> int:
         """First byte of the operand; without an operand, the bytes of a stage.
 
-        Stages, q and x begin on 128 bytes: pieces that are copied across the lines of shared memory take twice as
-        long. Scales and zeros are small and begin on 16 bytes.
+        Stages, q and x begin on 128 bytes: copies that straddle those lines of shared memory were measured to
+        cost up to a third of the speed. Scales and zeros are small and begin on 16 bytes.
         """
         end = 0
         for name, (shape, dtype) in self.shapes.items():
@@ -340,6 +344,7 @@ class Kernel:
         return T.decl_buffer(shape, dtype, data=self.pool.data, scope="shared.dyn")
 
     def views(self) -> dict[str, View]:
+        """The stages, by operand."""
         stage, views = Stage(self.weight, self.tile), {}
         for operand, (shape, dtype) in stage.shapes.items():
             item = ITEM_BYTES[dtype]
@@ -349,21 +354,23 @@ class Kernel:
 
 
 def _declare(weight, tile, extra, output):
-    """Parameters -> all buffers by name."""
+    """Parameters -> own buffers by role, extra buffers by name."""
     M, N, K = (tirx.Var(v, "int64") for v in "MNK")
-    o_tiles, k_tiles = _ceildiv(N, 16), _ceildiv(K, 64)
     groups = _ceildiv(K, weight.group) if weight.group else 1
-    params = [("x", (M, K), weight.compute), ("q", (o_tiles, k_tiles, 32, 4), "uint32")]
+    shapes = {
+        "x": ((M, K), weight.compute),
+        "q": ((_ceildiv(N, 16), _ceildiv(K, 64), 32, 4), "uint32"),
+    }
     for role, dtype in weight.grouped.items():
         tail, dtype = ((8,), "uint8") if dtype == "u4" else ((8, 2), dtype)
-        params.append((role[0], (o_tiles, groups, *tail), dtype))
-    params += [(name, shape(M, N, K), dtype) for name, shape, dtype in extra]
-    params.append(("y", (M, N), output))
+        shapes[role] = ((_ceildiv(N, 16), groups, *tail), dtype)
+    own = [(role[0] if role in weight.grouped else role, *shape) for role, shape in shapes.items()]
+    others = [(name, shape(M, N, K), dtype) for name, shape, dtype in extra]
+    params = [*own, *others, ("y", (M, N), output)]
     handles = [T.arg(name, T.handle()) for name, _, _ in params]
-    return {
-        name: T.match_buffer(handle, shape, dtype)
-        for handle, (name, shape, dtype) in zip(handles, params, strict=True)
-    }
+    buffers = [T.match_buffer(handle, *param[1:]) for handle, param in zip(handles, params, strict=True)]
+    named = dict(zip((name for name, _, _ in others), buffers[len(own) : -1], strict=True))
+    return {**dict(zip(shapes, buffers)), "y": buffers[-1]}, named
 
 
 def _enter(weight, tile, buffers) -> Kernel:
@@ -389,7 +396,7 @@ def _enter(weight, tile, buffers) -> Kernel:
         tile=tile,
         x=buffers["x"],
         q=buffers["q"],
-        grouped={role: buffers[role[0]] for role in weight.grouped},
+        grouped={role: buffers[role] for role in weight.grouped},
         M=T.cast(M, "int32"),
         N=T.cast(N, "int32"),
         K=T.cast(K, "int32"),
@@ -424,10 +431,6 @@ def _ptx(instruction: str, *operands, **options):
     T.evaluate(T.ptx[instruction](*operands, **options))
 
 
-def _resident(ctas: int | None):
-    return T.attr({"tirx.launch_bounds_min_blocks_per_sm": ctas}) if ctas else nullcontext()
-
-
 @contextmanager
 def _when(condition):
     with T.If(condition), T.Then():
@@ -437,8 +440,8 @@ def _when(condition):
 def _main_loop(k: Kernel):
     """-> the warp's accumulators, [feature tile, token tile, register] in one array.
 
-    Round i fills a stage with slice i and multiplies slice i - ahead. One loop does both, so that a short kernel
-    fetches few instructions: at M = 1 that costs as much time as its data.
+    Round i fills a stage with slice i and multiplies slice i - ahead. One loop does both: a kernel that runs
+    for a few microseconds should not wait for a second copy of its instructions.
     """
     tile = k.tile
     views, ahead = k.views(), tile.stages - 1
@@ -473,9 +476,9 @@ def _team_sync(k: Kernel):
 
 # Global memory -> stage
 #
-# Each thread of a team copies the same places of every slice. Where its first one lies is computed once and then
-# advanced from slice to slice; the others are at distances that are constants or multiples of a row. What lies
-# outside of a tensor becomes zero.
+# Each thread of a team copies the same places of every slice. Where its first one lies is computed once, in
+# 64 bits, and then advanced from slice to slice; the others are at distances that are constants or multiples
+# of a row. What lies outside of a tensor becomes zero.
 
 
 class _FillCodes:
@@ -548,8 +551,9 @@ class _FillGroups:
 class _FillTokens:
     """Pieces of eight numbers of a row of x; number by number if the pieces are not aligned.
 
-    Piece c of row r is stored as piece c ^ (r % 8), so that the 8 rows that ldmatrix reads at once are in different
-    banks. Where r = r0 + r1 and the bits of r0 and r1 are disjoint, that is (c ^ r0 % 8) ^ (r1 % 8).
+    Piece c of row r is stored as piece c ^ (r % 8): the 8 rows that ldmatrix reads at once are in different
+    banks, and no row leaves its 128-byte lines. Where r = r0 + r1 without carries, as below, that is
+    (c ^ r0 % 8) ^ (r1 % 8).
     """
 
     def __init__(self, k: Kernel, view, first):
@@ -573,7 +577,7 @@ class _FillTokens:
             r, c = divmod(n * threads, self.pieces)
             source = k.x.ptr_to([0, self.offset[0] + (r * _wide(k.K) + c * 8)])
             inside = tirx.all(r < k.M - k.m0 - self.r, self.column[0] + c * 8 < k.K)
-            target = self.view.ptr(slot, self.r + r, ((self.c ^ self.r % 8) ^ r % 8) * 8 + c * 8)
+            target = self.view.ptr(slot, self.r + r, (self.c ^ (self.r % 8) ^ (r % 8)) * 8 + c * 8)
             _copy(target, source, 16, inside, None if total >= threads else k.team_thread < total)
 
     def _copy_numbers(self, slot):
@@ -585,7 +589,7 @@ class _FillTokens:
             inside = tirx.all(k.m0 + r < k.M, first + c < k.K)
             number = k.x[_wide(k.m0 + r), _wide(first + c)]
             value = T.if_then_else(inside, number, tirx.const(0, k.weight.compute))
-            T.buffer_store(self.view.buffer, value, self.view.index(slot, r, c ^ r % 8 * 8))
+            T.buffer_store(self.view.buffer, value, self.view.index(slot, r, c ^ (r % 8 * 8)))
 
     def advance(self, tiles: int):
         _set(self.column, 0, self.column[0] + tiles * 64)
@@ -612,8 +616,8 @@ def _copy(target, source, width: int, inside, exists):
 def _multiply(k: Kernel, views, acc, slot):
     """acc += the warp's features x tokens over one slice.
 
-    The slice is unrolled, so that the compiler can move loads forward, unless the accumulators leave no registers
-    for that; then one k tile is.
+    The slice is unrolled, so that the compiler can move loads forward, unless the accumulators leave no
+    registers for that; then one k tile is.
     """
     tile = k.tile
     steps = (_SumStep if tile.correct == "sums" else _WeightStep)(k)
@@ -625,7 +629,7 @@ def _multiply(k: Kernel, views, acc, slot):
 
 
 def _multiply_tiles(k: Kernel, views, acc, slot, steps, first, count: int):
-    """k tiles first .. first + count of the slice, 16 of k at a time; operands are read one time ahead of the mma."""
+    """k tiles first .. first + count of the slice, 16 of k at a time. Operands are read one time ahead."""
     stage, last = Stage(k.weight, k.tile), 4 * count
     codes, tokens = {}, {}
     for s in range(last + 1):
@@ -658,8 +662,8 @@ def _load_codes(k: Kernel, view, slot, i):
 def _load_tokens(k: Kernel, view, slot, first, s: int, loaded):
     """The B fragments of time s after k tile `first`: a pair of registers per token tile.
 
-    An ldmatrix.x4 reads four 8 x 8 matrices, lane l naming row l % 8 of matrix l // 8: both k halves of two token
-    tiles or, if there is one token tile, of two times. Fewer than 8 tokens are repeated to fill a matrix.
+    An ldmatrix.x4 reads four 8 x 8 matrices, lane l naming row l % 8 of matrix l // 8: both k halves of two
+    token tiles or, if there is one token tile, of two times. Fewer than 8 tokens are repeated to fill one.
     """
     tile, row0 = k.tile, k.token_warp * (8 * k.tile.token_tiles)
     pairs = []
@@ -671,7 +675,7 @@ def _load_tokens(k: Kernel, view, slot, first, s: int, loaded):
         else:
             row, piece = 8 * j + k.lane // 16 * 8 + k.lane % 8, k.lane // 8 % 2
         b = T.alloc_local([4], "uint32")
-        swizzled = (piece ^ row % 8) ^ (2 * s % 8)  # of piece + 2 s, up to multiples of 8 (see _FillTokens)
+        swizzled = piece ^ (row % 8) ^ (2 * s % 8)  # where _FillTokens puts piece + 2 s, modulo 8
         address = view.ptr(slot, row0 + row, (first + s // 4) * 64 + swizzled * 8)
         _ptx("ldmatrix.sync.aligned.m8n8.x4.shared.b16", *(b[i] for i in range(4)), address)
         pairs += [(b[0], b[1]), (b[2], b[3])]
@@ -696,15 +700,18 @@ def _biased(weight: Weight, word, register: int, out):
     _ptx("lop3.b32", out, shifted, T.uint32(mask), T.uint32(pattern * 0x10001), 0x6A)  # (a & b) ^ c
 
 
-def _load_group(k: Kernel, view, slot, f: int, step: int, dtype: str):
-    """The lane's words of one scale or zero of feature tile f: those of features c and c + 8."""
-    words = T.alloc_local([2 if dtype == "float32" else 1], "uint32")
-    n = int(words.shape[0])
-    at = k.lane // 4 * (group_bytes(dtype) // 8)
-    address = view.ptr(slot, k.feature_warp * k.tile.feature_tiles + f, step, at)
-    load = "ld.shared.u8" if dtype == "u4" else ("ld.shared.b32" if n == 1 else "ld.shared.v2.b32")
-    _ptx(load, *(words[i] for i in range(n)), address)
-    return [words[i] for i in range(n)]
+def _load_groups(k: Kernel, views, slot, f: int, step) -> dict[str, list]:
+    """By role, the words of feature tile f that hold the values of features c and c + 8."""
+    loaded = {}
+    for role, dtype in k.weight.grouped.items():
+        count = 2 if dtype == "float32" else 1
+        words = T.alloc_local([count], "uint32")
+        at = k.lane // 4 * (group_bytes(dtype) // 8)
+        address = views[role].ptr(slot, k.feature_warp * k.tile.feature_tiles + f, step, at)
+        loaded[role] = [words[i] for i in range(count)]
+        load = "u8" if dtype == "u4" else "v2.b32" if count == 2 else "b32"
+        _ptx(f"ld.shared.{load}", *loaded[role], address)
+    return loaded
 
 
 def _floats(dtype: str, words) -> list:
@@ -724,8 +731,8 @@ class _SumStep:
 
         acc += scale * (sum - (bias + factor * zero) * row_sum)
 
-    One more mma, with ones as A, gives row_sum, the sum of x. Registers 1 and 3, features c + 8, may hold 16 times
-    their values (Weight.factor); that factor is divided out of the partial sums, exactly.
+    One more mma, with ones as A, gives row_sum, the sum of x. Registers 1 and 3, features c + 8, may hold 16
+    times their values (Weight.factor); that factor is divided out of the partial sums, exactly.
     """
 
     def __init__(self, k: Kernel):
@@ -741,10 +748,7 @@ class _SumStep:
     def begin(self, views, slot, step: int):
         self.start = True
         for f in range(self.tile.feature_tiles):
-            words = {
-                role: _load_group(self.k, views[role], slot, f, step, dtype)
-                for role, dtype in self.weight.grouped.items()
-            }
+            words = _load_groups(self.k, views, slot, f, step)
             if self.weight.scale:
                 for r, value in enumerate(_floats(self.weight.scale, words["scale"])):
                     _set(self.scale, 2 * f + r, value)
@@ -759,11 +763,13 @@ class _SumStep:
             return [T.float32(constant) for constant in constants]
         if weight.zero != "u4":
             zeros = _floats(weight.zero, words)
-            return [z * T.float32(f) + T.float32(c) for z, f, c in zip(zeros, factors, constants, strict=True)]
+            return [zeros[r] * T.float32(factors[r]) + T.float32(constants[r]) for r in range(2)]
         upper = words[0] & T.uint32(0xF0) if factors[1] == 16 else words[0] >> T.uint32(4)
         # An integer below 2^23 or-ed into the bits of 2^23 is 2^23 plus that integer.
-        floats = [T.reinterpret("float32", n | T.uint32(0x4B000000)) for n in (words[0] & T.uint32(15), upper)]
-        return [value + T.float32(constant - 2**23) for value, constant in zip(floats, constants, strict=True)]
+        floats = [
+            T.reinterpret("float32", n | T.uint32(0x4B000000)) for n in (words[0] & T.uint32(15), upper)
+        ]
+        return [floats[r] + T.float32(constants[r] - 2**23) for r in range(2)]
 
     def multiply(self, acc, f: int, word, operands):
         for register in range(4):
@@ -789,10 +795,10 @@ class _SumStep:
 
 
 class _WeightStep:
-    """A step that multiplies finished weights: (bias + q) - (bias + zero), which is exact, times scale, rounded once.
+    """A step that multiplies finished weights: (bias + q) - (bias + zero), exact, times scale, rounded once.
 
-    Integer zeros and scales of the compute type stay in packed 16-bit arithmetic; other types take the way through
-    float32, where the difference and the product are rounded to 16 bits together.
+    Integer zeros and scales of the compute type stay in packed 16-bit arithmetic; other types take the way
+    through float32, where the difference and the product are rounded to 16 bits together.
     """
 
     def __init__(self, k: Kernel):
@@ -805,10 +811,7 @@ class _WeightStep:
 
     def begin(self, views, slot, step: int):
         for f in range(self.tile.feature_tiles):
-            words = {
-                role: _load_group(self.k, views[role], slot, f, step, dtype)
-                for role, dtype in self.weight.grouped.items()
-            }
+            words = _load_groups(self.k, views, slot, f, step)
             if self.packed:
                 self._pack(f, words)
                 continue
@@ -818,7 +821,10 @@ class _WeightStep:
                         _set(target, 2 * f + r, value)
 
     def _pack(self, f: int, words):
-        """Twice the scale, and twice -(bias + factor * zero) / factor: a small integer added to the bits of -bias."""
+        """Scale and -(bias / factor + zero) as packed pairs of equal halves.
+
+        From bias / factor upwards halves are equidistant in value and in bits: integers are added to bits.
+        """
         half, offset = self.weight.half, self.weight.offset
         for r in range(2):
             shrink = 4 if self.weight.factor(r) == 16 else 0
@@ -889,7 +895,7 @@ def _store_partials(k: Kernel, acc):
 
 
 def _reduce(k: Kernel, epilogue: Epilogue, buffers, y):
-    """Adds the teams' sums in order, applies the epilogue, rounds. Neighbouring threads store along a row of y."""
+    """Adds the teams' sums in order, applies the epilogue, rounds. Neighbouring threads store along a row."""
     tile = k.tile
     partials = k.shared(tile.partials, "float32")
     total = T.alloc_local([1], "float32")
