@@ -18,7 +18,7 @@ from qdsl.diagnostic import ArtifactError, CheckpointError, Error, SchemeError, 
 from qdsl.scheme import Scheme
 
 __all__ = ["Artifact", "ArtifactError", "CheckpointError", "Error", "Scheme", "SchemeError", "TargetError",
-           "compile", "load", "open_artifact", "parse", "shipped"]  # fmt: skip
+           "compile", "load", "open_artifact", "parse", "shipped", "source"]  # fmt: skip
 
 
 def shipped() -> dict[str, Path]:
@@ -29,6 +29,12 @@ def shipped() -> dict[str, Path]:
 
 def load(name: str | Path, **params: object) -> Scheme:
     """The scheme of a shipped name or a `.q` path, with parameters over its defaults; raises SchemeError."""
+    found = source(name)
+    return parse(found.text, found.path, **params)
+
+
+def source(name: str | Path) -> Source:
+    """The text of a shipped name or a `.q` path."""
     from qdsl.diagnostic import closest
 
     known = shipped()
@@ -37,10 +43,9 @@ def load(name: str | Path, **params: object) -> Scheme:
         hint = f"; did you mean `{match}`?" if (match := closest(str(name), known)) else ""
         raise Error(f"{name}: no such scheme{hint}\n(shipped: {', '.join(known)}; or give the path of a .q file)")
     try:
-        text = path.read_text()
+        return Source(str(path), path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as problem:
         raise Error(f"{path}: not a readable text file ({problem})") from None
-    return parse(text, str(path), **params)
 
 
 def parse(text: str, path: str = "<text>", **params: object) -> Scheme:

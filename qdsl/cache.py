@@ -22,7 +22,7 @@ from importlib import metadata, resources
 from pathlib import Path
 
 from qdsl.artifact import MANIFEST, Artifact, open_artifact
-from qdsl.diagnostic import ArtifactError
+from qdsl.diagnostic import ArtifactError, TargetError
 from qdsl.manifest import plain_params
 from qdsl.scheme import Scheme
 
@@ -144,7 +144,9 @@ def _locked(path: Path) -> Iterator[None]:
 def nvcc() -> str | None:
     """The CUDA compiler: $QDSL_NVCC, the one on PATH, or the one the nvcc wheels bring."""
     if chosen := os.environ.get("QDSL_NVCC"):
-        return chosen if os.access(chosen, os.X_OK) else None
+        if not (found := shutil.which(chosen)):
+            raise TargetError(f"QDSL_NVCC is {chosen}, which can't be run; unset it, or set it to an nvcc")
+        return found
     if found := shutil.which("nvcc"):
         return found
     with contextlib.suppress(metadata.PackageNotFoundError):

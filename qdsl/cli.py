@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import sys
 import tempfile
 import traceback
@@ -120,8 +121,7 @@ def _compile(args: argparse.Namespace) -> int:
     if args.emit == "syntax":
         from qdsl.syntax import parse
 
-        path = qdsl.shipped().get(args.scheme) or Path(args.scheme)
-        print(parse(Source(str(path), _read(path))))
+        print(parse(qdsl.source(args.scheme)))
         return 0
     scheme = qdsl.load(args.scheme, **dict(args.params))
     if args.emit == "scheme":
@@ -143,7 +143,7 @@ def _compile(args: argparse.Namespace) -> int:
 
 def _read(path: Path) -> str:
     try:
-        return path.read_text()
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as problem:
         raise Error(f"{path}: not a readable text file ({problem})") from None
 
@@ -189,11 +189,20 @@ def _fmt(args: argparse.Namespace) -> int:
             print(f"{name}: not in canonical form; run `qdsl fmt {name}`", file=sys.stderr)
             status = 1
         else:
-            aside = path.with_name(f".{path.name}.{os.getpid()}")
-            aside.write_text(formatted)
-            os.replace(aside, path)
+            _replace(path.resolve(), formatted)
             print(f"{name}: formatted")
     return status
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write a file whole or not at all, with the permissions it had."""
+    aside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        aside.write_text(text, encoding="utf-8")
+        shutil.copymode(path, aside)
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _list(args: argparse.Namespace) -> int:
@@ -238,11 +247,16 @@ def _describe(scheme: qdsl.Scheme) -> str:
 
 
 def _verify(args: argparse.Namespace) -> int:
+    from qdsl.codegen.target import target
+
+    schemes = [qdsl.load(name, **dict(args.params)) for name in args.schemes]
+    for arch in args.archs:
+        target(args.target, arch)  # what is wrong here should not wait for torch
     from qdsl.runtime.verify import verify
 
     failed, records = 0, []
-    for name in args.schemes:
-        report = verify(qdsl.load(name, **dict(args.params)), args.target, args.archs, seed=args.seed)
+    for scheme in schemes:
+        report = verify(scheme, args.target, args.archs, seed=args.seed)
         failed |= not report.passed
         records.append(report.as_json())
         if not args.json:
