@@ -1,0 +1,89 @@
+"""Every shipped scheme, and every test scheme that compiles, against the float64 reference; and verify can fail."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import qdsl
+from qdsl import reference
+from qdsl.runtime import QuantLinear
+from qdsl.runtime.verify import verify
+
+SCHEMES = Path(__file__).parent / "schemes"
+PARAMS = [
+    ("awq4", {"act": "f32"}),
+    ("awq4", {"group": 16, "act": "bf16"}),
+    ("awq4", {"group": "k"}),
+    ("awq4", {"group": 48}),
+    ("gptq", {"bits": 3, "group": 32}),
+    ("gptq", {"bits": 5}),
+    ("gptq", {"bits": 8}),
+    ("gptq_sym", {"bits": 2}),
+    ("gptq_actorder", {"bits": 3, "group": 32}),
+    ("fp8_block", {"fmt": "e5m2", "block": 64}),
+]
+
+
+@pytest.mark.parametrize("name", qdsl.shipped())
+def test_every_shipped_scheme(name):
+    report = verify(qdsl.load(name))
+    assert report.passed, str(report)
+
+
+@pytest.mark.parametrize(("name", "params"), PARAMS, ids=lambda p: str(p))
+def test_parameters_change_the_kernel_and_stay_right(name, params):
+    report = verify(qdsl.load(name, **params))
+    assert report.passed, str(report)
+
+
+@pytest.mark.parametrize("file", sorted(SCHEMES.glob("*.q")), ids=lambda f: f.stem)
+def test_schemes_of_every_language_feature_compile_or_say_why_not(file):
+    try:
+        report = verify(qdsl.load(file))
+    except qdsl.Error as refused:
+        assert re.search("can't be compiled yet|a QuantLinear is one matrix|can't hold it yet", str(refused))
+        assert file.stem in str(refused)
+        return
+    assert report.passed, str(report)
+
+
+def test_verify_finds_a_wrong_weight(monkeypatch):
+    """One code of one feature off by one is reported with its place."""
+    original = QuantLinear.set_patterns
+
+    def corrupt(self, patterns):
+        q = patterns["q"].copy()
+        q[0, 0] ^= 1
+        return original(self, {**patterns, "q": q})
+
+    monkeypatch.setattr(QuantLinear, "set_patterns", corrupt)
+    report = verify(qdsl.load("w8a16"))
+    assert not report.passed
+    assert all(failure.at[1] == 0 for failure in report.failures)
+    assert "WRONG" in str(report)
+    assert "q = " in str(report)
+
+
+def test_verify_finds_an_unwritten_output(monkeypatch):
+    monkeypatch.setattr(QuantLinear, "run_into", lambda self, x, y: None)
+    report = verify(qdsl.load("w8a16"))
+    assert len(report.failures) == report.cases
+
+
+def test_huge_sums_stay_finite_until_they_must_not():
+    """K = 8192 sums of 15 · 0.001: 122.88, though the unscaled sum is beyond f16; a truly large answer is infinite."""
+    scheme = qdsl.load("awq4")
+    k, n = 8192, 16
+    patterns = {
+        "q": np.full((n, k), 15, np.uint8),
+        "z": np.zeros((n, k // 128), np.uint8),
+        "s": scheme.tensor("s").dtype.encode(np.full((n, k // 128), 0.001)),
+    }
+    layer = QuantLinear(scheme, k, n).set_patterns(patterns)
+    x = torch.ones(1, k, dtype=torch.float16)
+    expected = reference.linear(scheme, x.double().numpy(), patterns, n).y
+    assert layer(x).double().numpy() == pytest.approx(expected, rel=1e-3)
+    assert torch.isinf(layer(x * 60000)).all()
