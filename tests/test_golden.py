@@ -1,0 +1,24 @@
+"""Plans as text: a change of a decision shows as a diff.  `pytest --update-golden` rewrites the files."""
+
+from pathlib import Path
+
+import pytest
+
+import qdsl
+from qdsl.codegen.plan import plan
+from qdsl.codegen.target import target
+
+CASES = [
+    ("awq4", "cuda", "sm_80"),
+    ("gptq_actorder", "cuda", "sm_90a"),
+    ("fp8_block", "cuda", "sm_80"),
+    ("w8a8_static", "cpu", "x86-64-v3"),
+    ("w4a8", "cpu", "x86-64-v3"),
+    ("nvfp4", "cpu", "x86-64-v4"),
+]
+
+
+@pytest.mark.parametrize(("name", "kind", "arch"), CASES, ids=lambda v: v)
+def test_plan(name, kind, arch, golden):
+    path = Path(__file__).parent / "golden" / f"{name}-{arch}.plan.txt"
+    golden(path, str(plan(qdsl.load(name), target(kind, arch))) + "\n")

@@ -1,0 +1,156 @@
+"""The tensor-core main loop without a GPU: bit tricks, tiles, generated sources, registers and spills."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tvm
+import tvm_ffi
+from tvm import tirx
+from tvm.backend.cuda.host import export_cuda_host
+from tvm.tirx.script import builder as T
+
+from qdsl.codegen.cuda import mma
+from qdsl.codegen.cuda.mma import Stage, Tile, Weight
+
+TILES = {tile.name: tile for tile in mma.tiles()}
+AWKWARD = Weight("float16", 0, "float32", "float32", 16, False)  # the most bytes of scales and zeros
+
+
+def source(functions: dict, arch: str = "sm_80") -> str:
+    target = tvm.target.Target({"kind": "cuda", "arch": arch}).with_host(tvm.target.Target("cuda_host"))
+    return export_cuda_host(tvm.compile(tvm.IRModule(functions), target=target, tir_pipeline="tirx").mod)
+
+
+def as_float(compute: str, bits: np.ndarray) -> np.ndarray:
+    """The values of 16-bit patterns."""
+    if compute == "float16":
+        return bits.astype(np.uint16).view(np.float16).astype(np.float64)
+    return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+@pytest.mark.parametrize("compute", mma.HALVES)
+def test_bit_tricks_are_exact(compute):
+    half, q = mma.HALVES[compute], np.arange(16)
+    assert as_float(compute, np.array([half.one])) == 1
+    assert np.array_equal(as_float(compute, half.magic | q), half.bias + q)
+    if half.wide == 16:
+        assert np.array_equal(as_float(compute, half.magic | q << 4), half.bias + 16 * q)
+        shifts = np.arange(63)  # constant and loaded zero together
+        bits = half.magic - (4 << 10) + (shifts << 4)
+        assert np.array_equal(as_float(compute, bits), half.bias / 16 + shifts)
+        assert as_float(compute, np.array([half.one - (4 << 10)])) == 1 / 16
+    assert np.array_equal(as_float(compute, half.magic + np.arange(63)), half.bias + np.arange(63))
+    # Flipping bit 3 of a two's complement code reads it as unsigned, 8 too large.
+    signed = q - 16 * (q >= 8)
+    assert np.array_equal(as_float(compute, half.magic ^ 8 ^ q), half.bias + signed + 8)
+
+
+def test_tiles_print():
+    assert [str(tile) for tile in mma.tiles()] == [
+        "m1: m <= 1, 1 tokens x 32 features, 1x1x8 warps, 3 stages of 128, corrects sums",
+        "m8: m <= 8, 8 tokens x 32 features, 1x1x4 warps, 2 stages of 256, corrects sums",
+        "m16: m <= 16, 16 tokens x 32 features, 1x1x8 warps, 2 stages of 128, corrects sums",
+        "m64: m <= 64, 32 tokens x 64 features, 1x1x4 warps, 2 stages of 128, corrects weights",
+        "m256: m <= 256, 64 tokens x 64 features, 1x1x4 warps, 2 stages of 64, corrects weights",
+        "any: any m, 128 tokens x 128 features, 2x2x1 warps, 2 stages of 128, corrects weights",
+    ]
+
+
+@pytest.mark.parametrize("name", TILES)
+def test_tiles_fit_every_gpu(name):
+    tile = TILES[name]
+    assert tile.threads <= 1024
+    for weight in (Weight("bfloat16", 8, None, "bfloat16", 128, False), AWKWARD):
+        small = mma.fitted(weight, tile)
+        assert mma.pool_bytes(weight, small) <= mma.SHARED
+        stage = Stage(weight, small)
+        assert stage.offset() % 128 == 0 and stage.offset("x") % 128 == 0 and stage.offset("scale") % 16 == 0
+
+
+@pytest.mark.parametrize(
+    ("group", "correct", "slice_", "step"),
+    [
+        (None, "sums", 4, 128),
+        (256, "sums", 4, 128),
+        (192, "sums", 2, 64),
+        (128, "sums", 1, 64),
+        (32, "sums", 2, 32),
+        (None, "weights", 2, 64),
+        (192, "weights", 1, 64),
+        (16, "weights", 2, 16),
+    ],
+)
+def test_a_step_lies_in_one_group_and_is_short(group, correct, slice_, step):
+    tile = Tile("t", None, correct, 32, 32, (1, 1, 1), slice_, 2, 1)
+    assert Stage(Weight("float16", 8, None, "float16", group, False), tile).step == step
+
+
+@pytest.mark.parametrize("zero", [None, "u4", "float16"])
+@pytest.mark.parametrize("group", [16, 32, 64, 192, None])
+@pytest.mark.parametrize("compute", mma.HALVES)
+def test_sources(compute, group, zero):
+    weight = Weight(compute, 0 if zero else 8, zero, compute, group, signed=zero is None)
+    functions = {name: mma.lower(name, weight, TILES[name]) for name in ("m1", "m64")}
+    text = source(functions)
+    half = weight.half.ptx
+    assert f"mma.sync.aligned.m16n8k16.row.col.f32.{half}.{half}.f32" in text
+    for name in functions:
+        assert re.search(
+            rf"__global__ void __launch_bounds__\({TILES[name].threads}, \d+\) {name}_kernel\(", text
+        )
+    assert (f"fma.rn.{half}x2" in text) == (zero != "float16")  # float zeros go through float32
+    assert (f"cvt.rn.{half}x2.f32" in text) == (zero == "float16")
+
+
+def test_epilogue_reads_extra_buffers():
+    extent = tirx.Var("B", "int64")
+    extra = [("s", lambda m, n, k: (n,), "float32"), ("b", lambda m, n, k: (extent,), "float16")]
+
+    def epilogue(acc, m, n, buffers):
+        bias = T.if_then_else(extent > 0, T.cast(buffers["b"][n], "float32"), T.float32(0))
+        return acc * buffers["s"][n] + bias
+
+    weight = Weight("bfloat16", 8, None, None, None, False)
+    function = mma.lower("linear", weight, TILES["m8"], extra, epilogue, "float32")
+    assert re.findall(r"(\w+): T.Buffer", function.script()) == ["x", "q", "s", "b", "y"]
+    assert "nv_bfloat16* __restrict__" in source({"linear": function})
+
+
+@pytest.mark.parametrize(
+    ("arch", "weight"),
+    [
+        ("sm_80", Weight("float16", 0, "u4", "float16", 128, False)),
+        ("sm_90a", Weight("bfloat16", 8, None, "float32", None, False)),
+    ],
+)
+def test_nothing_spills(arch, weight, tmp_path: Path):
+    """All tiles in one module; run with -s to read the registers."""
+    if shutil.which("nvcc") is None:
+        pytest.skip("nvcc is not on PATH")
+    functions = {name: mma.lower(name, weight, tile) for name, tile in TILES.items()}
+    (tmp_path / "k.cu").write_text(source(functions, arch))
+    include = Path(tvm_ffi.__file__).parent / "include"
+    command = [
+        "nvcc",
+        "-cubin",
+        "-O3",
+        "-std=c++17",
+        "-gencode",
+        f"arch={arch.replace('sm', 'compute')},code={arch}",
+    ]
+    command += ["-Xptxas", "-v", f"-I{include}", "k.cu", "-o", "k.cubin"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = re.findall(
+        r"entry function '(\w+)_kernel'.*?(\d+) bytes spill stores.*?Used (\d+) registers", done.stderr, re.S
+    )
+    assert len(found) == len(functions)
+    for name, spilled, registers in sorted(found):
+        print(f"{arch} {name}: {registers} registers")
+        assert int(spilled) == 0, f"{name} spills {spilled} bytes"
