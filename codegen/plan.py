@@ -79,8 +79,8 @@ def plan(scheme: Scheme, target: Target) -> Plan:
     weight = split(scheme.weight, compute.operand, "w")
     x_split = split(activation.operand, compute.operand, "x") if activation else _identity(compute.operand)
     assert isinstance(weight, Split) and isinstance(x_split, Split), "checked schemes split"
-    multiply, notes = _multiply(scheme, target)
-    loop = _main_loop(scheme, weight, target, multiply)
+    loop = _main_loop(scheme, weight, target)
+    multiply, notes = _multiply(scheme, target) if loop is None else (compute.operand, ())
     step = _step(scheme, weight, x_split)
     tile = loop is not None or (target.kind == "cuda" and scheme.code.dtype.bits == 4)
     buffers = tuple(_buffer(t, scheme, tile) for t in scheme.tensors if t.loaded)
@@ -135,19 +135,18 @@ def _identity(compute: DType) -> Split:
 
 
 def _multiply(scheme: Scheme, target: Target) -> tuple[DType, tuple[Diagnostic, ...]]:
-    """The type operands are multiplied in: the declared one, or the cheapest that holds it exactly."""
+    """The type the portable loop nest multiplies in: the declared one, or the cheapest that holds it exactly."""
     wanted = scheme.compute.operand
     if wanted.name in target.multiplies:
         return wanted, ()
     for name in target.multiplies:
         candidate = dtype(name)
         if candidate.is_float == wanted.is_float and of_dtype(wanted).fits(candidate):
-            note = Diagnostic("note", "widened", f"{target} has no {wanted} multiply", None, "",
-                              (f"operands are widened to {candidate}; every product stays exact",))  # fmt: skip
-            return candidate, (note,)
-    raise TargetError(
-        f"{target} has no multiplier that holds {wanted} exactly; it multiplies {', '.join(target.multiplies)}"
-    )
+            why = f"operands are widened to {candidate}; every product stays exact"
+            message = f"the portable loop nest for {target} has no {wanted} multiply"
+            return candidate, (Diagnostic("note", "widened", message, None, "", (why,)),)
+    legal = ", ".join(target.multiplies)
+    raise TargetError(f"{target} has no multiplier that holds {wanted} exactly; it multiplies {legal}")
 
 
 def _step(scheme: Scheme, weight: Split, activation: Split) -> int | None:
@@ -167,12 +166,13 @@ def _max_k(scheme: Scheme, weight: Split, activation: Split) -> int | None:
 
 
 # ---- the tensor-core main loop -----------------------------------------------------------------------------------
-def _main_loop(scheme: Scheme, weight: Split, target: Target, multiply: DType) -> MainLoop | None:
+def _main_loop(scheme: Scheme, weight: Split, target: Target) -> MainLoop | None:
     """The main loop's view of the weight, or None when the equation is not `(4-bit code - zero) * scale`."""
     code = scheme.code
-    if not target.fragments or scheme.activations or multiply.name not in ("f16", "bf16"):
+    operand = scheme.compute.operand
+    if operand.name not in target.fragments or scheme.activations:
         return None
-    if scheme.output.dtype != multiply or code.dtype.bits != 4 or not code.dtype.is_integer:
+    if scheme.output.dtype != operand or code.dtype.bits != 4 or not code.dtype.is_integer:
         return None
     if weight.gathered or weight.correction is not None:
         return None

@@ -17,15 +17,15 @@ GPUS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_103
 class Target:
     """One architecture.
 
-    multiplies   operand types that the multiplier takes, cheapest first; anything else is widened to the first that
-                 holds it exactly
-    fragments    whether 16-bit products can use `mma.sync`
+    multiplies   operand types that the portable loop nest multiplies, cheapest first; anything else is widened to the
+                 first that holds it exactly
+    fragments    operand types of `mma.sync` that the tensor-core main loop uses
     """
 
     kind: str  # "cpu" or "cuda"
     arch: str
     multiplies: tuple[str, ...]
-    fragments: bool
+    fragments: tuple[str, ...]
 
     def __str__(self) -> str:
         return f"{self.kind} {self.arch}"
@@ -35,12 +35,12 @@ def target(kind: str, arch: str) -> Target:
     """The target of that name; raises TargetError naming the legal ones."""
     if kind == "cpu":
         _known(arch, (*CPU_LEVELS, *ARM_LEVELS), "CPU level")
-        return Target("cpu", arch, ("i32", "f32"), False)
+        return Target("cpu", arch, ("i32", "f32"), ())
     if kind == "cuda":
         if (match := re.fullmatch(r"sm_(\d+)a?", arch)) and int(match[1]) < 80:
             raise TargetError(f"{arch} is too old: the kernels need cp.async and bf16 mma, which came with sm_80")
         _known(arch, GPUS, "CUDA architecture")
-        return Target("cuda", arch, ("i32", "f16", "bf16", "f32"), True)
+        return Target("cuda", arch, ("i32", "f32"), ("f16", "bf16"))
     raise TargetError(f"unknown target `{kind}`; one of `cpu`, `cuda`")
 
 
