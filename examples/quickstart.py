@@ -34,6 +34,8 @@ def main() -> int:
     parser.add_argument("--target", choices=("cpu", "cuda"), default="cpu")
     args = parser.parse_args()
 
+    if not (args.directory / "config.json").is_file():
+        raise qdsl.CheckpointError(f"{args.directory}: no config.json; give the directory of an AWQ checkpoint")
     config = LlamaConfig.from_pretrained(args.directory)
     model = load_quantized(
         built(config, DTYPE[args.target]), args.directory, device=args.target, dtype=DTYPE[args.target]

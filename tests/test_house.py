@@ -89,13 +89,13 @@ def test_the_pinned_tvm_ffi_serializes():
 
 # ---- texts -------------------------------------------------------------------------------------------------------
 def test_no_schemes_name_in_compiler_or_runtime():
-    """Where one would be needed, the language lacks a word; only checkpoints' configurations name schemes."""
+    """Where one would be needed, the language lacks a word; only configurations of checkpoints name schemes."""
     names = {*qdsl.shipped(), "awq", "log4"}
     pattern = re.compile(rf"(?<![a-z0-9])({'|'.join(sorted(map(re.escape, names)))})(?![a-z0-9])", re.I)
     found = []
     for folder in ("codegen", "runtime"):
         for file in SOURCES[folder]:
-            if (ROOT / "runtime" / "checkpoints") in file.parents:
+            if file.relative_to(ROOT / folder).parts[0] in ("checkpoints", "checkpoint.py"):
                 continue
             for node in ast.walk(ast.parse(file.read_text())):
                 words = [
