@@ -6,9 +6,7 @@ because a library is code.
 
 from __future__ import annotations
 
-import functools
 import hashlib
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -25,7 +23,9 @@ class Artifact:
 
     def library(self, arch: str) -> Path:
         """The library for an architecture, its digest checked; raises ArtifactError when it is damaged or missing."""
-        name = self.manifest.libraries[arch]
+        name = self.manifest.libraries.get(arch)
+        if name is None:
+            raise ArtifactError(f"{self.path}: compiled for {', '.join(self.manifest.libraries)}, not for {arch}")
         file = self.path / name
         if not file.exists():
             raise ArtifactError(f"{self.path}: `{name}` is missing; {self.remedy}")
@@ -61,18 +61,13 @@ def open_artifact(path: str | Path) -> Artifact:
     if not path.is_dir():
         raise ArtifactError(f"{path}: no such artifact directory; `qdsl compile` makes one")
     try:
-        return Artifact(path.resolve(), Manifest.from_json((path / MANIFEST).read_text()))
+        return Artifact(path.resolve(), Manifest.from_json((path / MANIFEST).read_text(encoding="utf-8")))
     except FileNotFoundError:
         raise ArtifactError(f"{path}: no {MANIFEST}; this is not a compiled artifact") from None
-    except (json.JSONDecodeError, KeyError, ValueError, TypeError) as problem:
-        raise ArtifactError(f"{path / MANIFEST}: not readable ({problem}); remove {path} and compile again") from None
-
-
-@functools.lru_cache(maxsize=256)
-def _sha256(path: str, size: int, modified: int) -> str:
-    return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except (OSError, KeyError, ValueError, TypeError) as problem:
+        what = f"it lacks {problem}" if isinstance(problem, KeyError) else problem
+        raise ArtifactError(f"{path / MANIFEST}: not readable ({what}); remove {path} and compile again") from None
 
 
 def sha256(path: Path) -> str:
-    stat = path.stat()
-    return _sha256(str(path), stat.st_size, stat.st_mtime_ns)
+    return hashlib.sha256(path.read_bytes()).hexdigest()

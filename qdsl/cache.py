@@ -17,9 +17,10 @@ import os
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from importlib import metadata, resources
 from pathlib import Path
+from typing import IO
 
 from qdsl.artifact import MANIFEST, Artifact, open_artifact
 from qdsl.diagnostic import ArtifactError, TargetError
@@ -80,17 +81,24 @@ def find_or_build(path: Path, digest: str, build: Callable[[Path], None]) -> Art
         return found
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        aside = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+        lock = open(path.parent / f".{path.name}.lock", "w")  # noqa: SIM115  (a with statement follows)
     except OSError:
         return _build_outside(path, digest, build)
-    try:
-        with _locked(path.parent / f".{path.name}.lock"):
-            if found := find(path, digest):
-                return found
+    with lock:
+        alone = _lock(lock)
+        if found := find(path, digest):
+            return found
+        if alone:
+            _sweep(path)
+        try:
+            aside = Path(tempfile.mkdtemp(prefix=f".{path.name}-", dir=path.parent))
+        except OSError:
+            return _build_outside(path, digest, build)
+        try:
             build(aside)
             _publish(aside, path)
-    finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        finally:
+            shutil.rmtree(aside, ignore_errors=True)
     found = find(path, digest)
     if found is None:
         raise ArtifactError(f"{path}: the entry vanished while it was being made; is something emptying the cache?")
@@ -132,13 +140,19 @@ def _publish(aside: Path, path: Path) -> None:
         shutil.rmtree(f"{aside}.old", ignore_errors=True)
 
 
-@contextlib.contextmanager
-def _locked(path: Path) -> Iterator[None]:
-    """Hold a file lock; on a file system without locks go on without one, the rename decides."""
-    with open(path, "w") as stream:
-        with contextlib.suppress(OSError):
-            fcntl.flock(stream, fcntl.LOCK_EX)
-        yield
+def _lock(stream: IO) -> bool:
+    """Lock a file until it is closed; False where the file system has no locks: there the rename decides."""
+    try:
+        fcntl.flock(stream, fcntl.LOCK_EX)
+    except OSError:
+        return False
+    return True
+
+
+def _sweep(path: Path) -> None:
+    """Remove what builders of this entry left when they were killed; whoever holds the lock is the only one alive."""
+    for abandoned in path.parent.glob(f".{path.name}-*"):
+        shutil.rmtree(abandoned, ignore_errors=True)
 
 
 def nvcc() -> str | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 from qdsl.dtype import DType
 from qdsl.layout import Axis, Digit, Lane, Layout, Run
@@ -75,10 +76,16 @@ class Manifest:
 
     @staticmethod
     def from_json(text: str) -> Manifest:
-        """The manifest back from its text; raises ValueError or KeyError when it is not one of this format."""
+        """The manifest back from its text; raises ValueError, TypeError or KeyError when it is not one of this format."""
         data = json.loads(text)
-        if data.pop("format") != FORMAT:
-            raise ValueError(f"not format {FORMAT}")
+        if not isinstance(data, dict) or data.pop("format") != FORMAT:
+            raise ValueError(f"not a manifest of format {FORMAT}")
+        for name in ("params", "libraries", "toolchain", "digests"):
+            if not isinstance(data[name], dict):
+                raise TypeError(f"`{name}` is not an object")
+        for file in data["libraries"].values():
+            if file not in data["digests"] or Path(file).name != file:
+                raise ValueError(f"`{file}` is not one of its files")
         data["buffers"] = tuple(Buffer(b["tensor"], b["dtype"], _layout(b["layout"])) for b in data["buffers"])
         data["variants"] = tuple(
             Variant(v["name"], v["m_max"], tuple(Step(s["function"], tuple(s["args"])) for s in v["steps"]))
