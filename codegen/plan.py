@@ -12,7 +12,7 @@ from qdsl.codegen.target import Target
 
 from qdsl.diagnostic import Diagnostic, TargetError, error
 from qdsl.dtype import DType, dtype
-from qdsl.expr import Binary, Expr, Number, Ref, of_dtype
+from qdsl.expr import Binary, Expr, Number, Ref, names, of_dtype
 from qdsl.layout import Axis, Digit, Lane, Layout, Run, plain
 from qdsl.manifest import Buffer, Step, Variant
 from qdsl.scheme import Free, Group, Scheme, Tensor, Var
@@ -84,14 +84,14 @@ def plan(scheme: Scheme, target: Target) -> Plan:
     step = _step(scheme, weight, x_split)
     tile = loop is not None or (target.kind == "cuda" and scheme.code.dtype.bits == 4)
     buffers = tuple(_buffer(t, scheme, tile) for t in scheme.tensors if t.loaded)
-    names = [b.tensor for b in buffers]
+    loaded = [b.tensor for b in buffers]
     computed = [t for t in activation.operand.tensors if not t.loaded] if activation else []
     quantize = tuple(Step(f"quantize_{t.name}", quantize_args(scheme, t)) for t in computed)
     if loop is not None:
         variants = _main_loop_variants(scheme, loop)
     else:
-        given = tuple(t.name for t in computed) if activation else ("x",)
-        variants = (Variant("portable", None, (*quantize, Step("linear", (*given, *names, "y")))),)
+        given = (*(["x"] if "x" in names(x_split.core) else []), *(t.name for t in computed))
+        variants = (Variant("portable", None, (*quantize, Step("linear", (*given, *loaded, "y")))),)
     offset = 0.0 if loop is None else (1024.0 if compute.operand.name == "f16" else 128.0) + 16
     notes += _unused_hints(scheme, target)
     return Plan(scheme, target, weight, x_split, multiply, compute.accumulator, step, loop, buffers, variants, offset,

@@ -26,7 +26,7 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from qdsl.expr import FUNCTIONS, REDUCTIONS, Call, Expr, Item, Ref, evaluate, names, walk
-from qdsl.scheme import Gather, Group, Index, Tensor, Var
+from qdsl.scheme import Extent, Gather, Group, Index, Tensor, Var
 
 ROWS = 4  # tokens that share a decoded weight
 THREADS = 128
@@ -89,6 +89,8 @@ class Parameters:
                 return T.floordiv(self.sizes[axis] + i64(size - 1), i64(size))
             case Gather(tensor):
                 return self.extent(self.plan.scheme.tensor(tensor).extent)
+            case Extent(size):
+                return i64(size)
         raise AssertionError(f"no extent for {i}")
 
 
@@ -296,26 +298,31 @@ def _linear(plan: Plan, args: tuple[str, ...]) -> tirx.PrimFunc:
 
 
 def _tables(plan: Plan) -> dict[Expr, tirx.Buffer]:
-    """Functions of a single code of at most 8 bits are tables of their values, exact in float64 and rounded once."""
+    """The constant tables that a product reads.
+
+    A core that bends (a table, exp2, …) and depends on one code of at most 8 bits alone is a table of its values, exact
+    in float64 and rounded once; other cores read the declared constants.
+    """
     found: dict[Expr, tirx.Buffer] = {}
     for operand, core in _operands(plan):
-        mentioned = names(core)
-        tensors = [
-            t for t in operand if (t.name in mentioned and t.loaded) or (t.name in mentioned and t.role == "code")
-        ]
-        curved = any(isinstance(e, Item) or (isinstance(e, Call) and e.name in FUNCTIONS) for e in walk(core))
-        loaded_table = any(t.role == "table" and t.loaded for t in tensors)
-        if not curved or len(tensors) != 1 or tensors[0].role != "code" or loaded_table:
-            continue
-        code = tensors[0]
         constants = {t.name: t.dtype.round(np.array(t.value)) for t in operand if isinstance(t.value, tuple)}
-        values = code.dtype.decode(np.arange(1 << code.dtype.bits))
-        result = evaluate(core, lambda e, v=values, c=constants: c.get(e.name, v), lambda *_: None)
-        table = _local((len(values),), "float32")
-        for at, value in enumerate(np.broadcast_to(result, values.shape)):
-            _set(table, f32(value), at)
-        found[core] = table
+        varying = [t for t in operand if t.name in names(core) and t.name not in constants]
+        bends = any(isinstance(e, Item) or (isinstance(e, Call) and e.name in FUNCTIONS) for e in walk(core))
+        if bends and len(varying) == 1 and varying[0].role == "code":
+            code = varying[0].dtype
+            values = code.decode(np.arange(1 << code.bits))
+            result = evaluate(core, lambda e, v=values, c=constants: c.get(e.name, v), lambda *_: None)
+            found[core] = _constant(np.broadcast_to(result, values.shape))
+        else:
+            found |= {Ref(name): _constant(values) for name, values in constants.items() if name in names(core)}
     return found
+
+
+def _constant(values: np.ndarray) -> tirx.Buffer:
+    table = _local((len(values),), "float32")
+    for at, value in enumerate(values.tolist()):
+        _set(table, f32(value), at)
+    return table
 
 
 def _operands(plan: Plan) -> list[tuple[tuple[Tensor, ...], Expr]]:
@@ -450,19 +457,24 @@ def _core(s: _Linear, core: Expr, at: Mapping[str, tirx.Expr], code: str) -> tir
         return s.tables[core][pattern]
 
     def look(e: Expr) -> tirx.Expr:
-        if isinstance(e, Item):  # a loaded table
+        if isinstance(e, Item):
             return _table_entry(s, e, look)
+        if e == Ref("x"):
+            return T.cast(s.own.buffers["x"][at["m"], at["k"]], "float32")
         return _tensor(s, e, at)
 
     return translate(core, look)
 
 
 def _table_entry(s: _Linear, e: Item, look) -> tirx.Expr:
+    """A table at a computed position; beyond its end it reads as 0, as the reference does."""
     tensor = s.plan.scheme.tensor(e.name)
     position = T.cast(translate(e.args[0], look), "int64")
-    if isinstance(tensor.value, tuple):
-        raise AssertionError("constant tables of one code are tabulated before")
-    return _decoded(tensor, s.own.buffers[e.name][position])
+    constant = s.tables.get(Ref(e.name))
+    size = i64(len(tensor.value)) if isinstance(tensor.value, tuple) else s.own.extent(tensor.index[0])
+    inside = T.max(i64(0), T.min(position, size - i64(1)))
+    value = constant[inside] if constant is not None else _decoded(tensor, s.own.buffers[e.name][inside])
+    return T.if_then_else(position == inside, value, tirx.const(0, dtype_of(value)))
 
 
 def _tensor_bits(s: _Linear, code: str, at: Mapping[str, tirx.Expr]) -> tirx.Expr:
@@ -486,5 +498,5 @@ def _x(s: _Linear, m: tirx.Expr, k: tirx.Expr) -> tirx.Expr:
     activation = s.plan.scheme.activation()
     if activation is None:
         return _cast_sum(s, T.cast(s.own.buffers["x"][m, k], "float32"))
-    code = next(t.name for t in activation.operand.tensors if t.role == "code")
+    code = next((t.name for t in activation.operand.tensors if t.role == "code"), "")
     return _cast_sum(s, _core(s, s.plan.activation.core, {"m": m, "k": k}, code))

@@ -188,7 +188,9 @@ class QuantLinear(nn.Module):
     def _derived(self, name: str, declared: Tensor, buffer: Buffer) -> torch.Tensor:
         """A tensor that a kernel takes in another form than the layer keeps it."""
         if name not in self._wanted:  # optional and absent: a tensor of no elements
-            return torch.empty((0,) * len(buffer.layout.axes), dtype=_torch(buffer), device=self.device)
+            # (0, 1, …), not (0, 0, …): kernels check strides, and torch gives an empty row the stride 1
+            empty = (0, *[1] * (len(buffer.layout.axes) - 1))
+            return torch.empty(empty, dtype=_torch(buffer), device=self.device)
         held, tensor = self._held[name], self._buffers[name]
         if tensor.is_meta:
             return torch.empty(buffer.layout.stored_shape(self._shape(name)), dtype=_torch(buffer), device="meta")

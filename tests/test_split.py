@@ -136,7 +136,7 @@ def random_values(s: Scheme, operand: Operand, given: str) -> dict[str, np.ndarr
     values = {given: rng.standard_normal([SIZES[a] for a in AXES])}
     for t in operand.tensors:
         if t.role == "table":
-            values[t.name] = np.array(t.value)
+            values[t.name] = np.array(t.value if t.value else rng.standard_normal(t.index[0].size))
             continue
         coarse = [
             3 if isinstance(i, Gather) else -(-SIZES[i.axis] // _size(i))

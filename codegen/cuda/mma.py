@@ -368,7 +368,10 @@ def _declare(weight, tile, extra, output):
     others = [(name, shape(M, N, K), dtype) for name, shape, dtype in extra]
     params = [*own, *others, ("y", (M, N), output)]
     handles = [T.arg(name, T.handle()) for name, _, _ in params]
-    buffers = [T.match_buffer(handle, *param[1:]) for handle, param in zip(handles, params, strict=True)]
+    buffers = [
+        IRBuilder.name(name, T.match_buffer(handle, shape, dtype))
+        for handle, (name, shape, dtype) in zip(handles, params, strict=True)
+    ]
     named = dict(zip((name for name, _, _ in others), buffers[len(own) : -1], strict=True))
     return {**dict(zip(shapes, buffers)), "y": buffers[-1]}, named
 
