@@ -307,10 +307,13 @@ def _factor(scheme: Scheme, patterns: Patterns, n: int, k: int) -> np.ndarray:
 def random_patterns(
     scheme: Scheme, rng: np.random.Generator, n: int, k: int, *, phase: str = "", experts: int = 1, free: Mapping[str, int] | None = None
 ) -> dict[str, np.ndarray]:
-    """Random bit patterns of every loaded tensor: all codes occur, neighbouring groups' scales differ by up to 16."""
+    """Random bit patterns of every stored tensor: all codes occur, neighbouring groups' scales differ by up to 16.
+
+    A residual is not stored: it comes with each call.
+    """
     sizes = {"e": experts, "m": 1, "n": n, "k": k, **(free or {})}
     result = {}
-    for t in (t for t in scheme.tensors if t.loaded):
+    for t in (t for t in scheme.tensors if t.loaded and Var("m") not in t.index):
         shape = t.shape(sizes, scheme)
         if t.dtype.kind == "index":
             size = t.extent.size if isinstance(t.extent, Group) else None
