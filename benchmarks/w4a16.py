@@ -98,7 +98,7 @@ def cell(scheme: qdsl.Scheme, artifact: Artifact, library, n: int, k: int, token
     for m in tokens:
         x = torch.randn(m, k, device="cuda").to(dtype)
         y = torch.full((m, n), float("nan"), device="cuda", dtype=dtype)
-        variant = next(v for v in artifact.manifest.variants if v.m_max is None or m <= v.m_max)
+        variant = next(v for v in artifact.manifest.variants if (v.m_max or m) >= m and (v.k_max or k) >= k)
         (step,) = variant.steps
         function = library[step.function]
 

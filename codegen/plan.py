@@ -64,10 +64,7 @@ class Plan:
         ]
         lines += [f"    {b.tensor}{b.layout} ({b.dtype})" for b in self.buffers]
         lines.append("  variants")
-        for v in self.variants:
-            limit = "any m" if v.m_max is None else f"m <= {v.m_max}"
-            calls = "; ".join(f"{s.function}({', '.join(s.args)})" for s in v.steps)
-            lines.append(f"    {v.name}: {limit}: {calls}")
+        lines += [f"    {variant}" for variant in self.variants]
         return "\n".join([*lines, *(str(note) for note in self.notes)])
 
 
@@ -229,7 +226,7 @@ def _main_loop_variants(scheme: Scheme, loop: MainLoop) -> tuple[Variant, ...]:
     given = [n for n in (loop.code, loop.scale, loop.zero) if n]
     rest = [t.name for t in scheme.tensors if t.loaded and t.name not in given]
     args = ("x", *given, *rest, "y")
-    return tuple(Variant(t.name, t.m_max, (Step(f"linear_{t.name}", args),)) for t in tiles())
+    return tuple(Variant(t.name, t.m_max, (Step(f"linear_{t.name}", args),), t.k_max) for t in tiles())
 
 
 # ---- kernel layouts ----------------------------------------------------------------------------------------------

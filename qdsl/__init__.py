@@ -56,7 +56,9 @@ def parse(text: str, path: str = "<text>", **params: object) -> Scheme:
     return check(parse_syntax(Source(path, text)), params)
 
 
-def compile(scheme: Scheme, target: str = "cpu", archs: Sequence[str] = (), *, out: str | Path | None = None) -> Artifact:
+def compile(
+    scheme: Scheme, target: str = "cpu", archs: Sequence[str] = (), *, out: str | Path | None = None
+) -> Artifact:
     """A compiled artifact, from the cache or made now (and copied to `out`).
 
     target   "cpu" or "cuda"; archs such as ("sm_80", "sm_90a") or ("x86-64-v3",), by default the ones this machine has

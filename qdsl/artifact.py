@@ -26,6 +26,8 @@ class Artifact:
         name = self.manifest.libraries.get(arch)
         if name is None:
             raise ArtifactError(f"{self.path}: compiled for {', '.join(self.manifest.libraries)}, not for {arch}")
+        if name not in self.manifest.digests or Path(name).name != name:
+            raise ArtifactError(f"{self.path / MANIFEST}: `{name}` is not one of its files; {self.remedy}")
         file = self.path / name
         if not file.exists():
             raise ArtifactError(f"{self.path}: `{name}` is missing; {self.remedy}")
@@ -49,9 +51,7 @@ class Artifact:
         args = ", ".join(f"{k}={v}" for k, v in m.params.items())
         lines = [f"{m.scheme}({args}) for {m.kind}: {', '.join(f'{a} in {f}' for a, f in m.libraries.items())}"]
         lines += [f"  {b.tensor}{b.layout} in {b.dtype}" for b in m.buffers]
-        for v in m.variants:
-            limit = "any m" if v.m_max is None else f"m <= {v.m_max}"
-            lines.append(f"  {v.name} ({limit}): " + "; ".join(f"{s.function}({', '.join(s.args)})" for s in v.steps))
+        lines += [f"  {variant}" for variant in m.variants]
         return "\n".join([*lines, *(f"  {note}" for note in m.notes)])
 
 

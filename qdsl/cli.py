@@ -171,7 +171,15 @@ def _as_json(d) -> dict:
     if d.span is not None:
         line, column = d.span.source.position(d.span.start)
         place = {"file": d.span.source.path, "line": line, "column": column}
-    return {"severity": d.severity, "id": d.id, "message": d.message, "label": d.label, "notes": list(d.notes), "fix": d.fix, **place}
+    return {
+        "severity": d.severity,
+        "id": d.id,
+        "message": d.message,
+        "label": d.label,
+        "notes": list(d.notes),
+        "fix": d.fix,
+        **place,
+    }
 
 
 def _fmt(args: argparse.Namespace) -> int:

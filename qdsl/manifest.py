@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from qdsl.dtype import DType
 from qdsl.layout import Axis, Digit, Lane, Layout, Run
@@ -42,11 +41,17 @@ class Step:
 
 @dataclass(frozen=True)
 class Variant:
-    """The calls that serve up to `m_max` tokens (None: any number)."""
+    """The calls that serve up to `m_max` tokens and `k_max` inputs (None: any number); the first that fits is used."""
 
     name: str
     m_max: int | None
     steps: tuple[Step, ...]
+    k_max: int | None = None
+
+    def __str__(self) -> str:
+        limits = [f"{axis} <= {n}" for axis, n in (("m", self.m_max), ("k", self.k_max)) if n is not None]
+        calls = "; ".join(f"{s.function}({', '.join(s.args)})" for s in self.steps)
+        return f"{self.name} ({', '.join(limits) or 'any m'}): {calls}"
 
 
 @dataclass(frozen=True)
@@ -83,12 +88,9 @@ class Manifest:
         for name in ("params", "libraries", "toolchain", "digests"):
             if not isinstance(data[name], dict):
                 raise TypeError(f"`{name}` is not an object")
-        for file in data["libraries"].values():
-            if file not in data["digests"] or Path(file).name != file:
-                raise ValueError(f"`{file}` is not one of its files")
         data["buffers"] = tuple(Buffer(b["tensor"], b["dtype"], _layout(b["layout"])) for b in data["buffers"])
         data["variants"] = tuple(
-            Variant(v["name"], v["m_max"], tuple(Step(s["function"], tuple(s["args"])) for s in v["steps"]))
+            Variant(v["name"], v["m_max"], tuple(Step(s["function"], tuple(s["args"])) for s in v["steps"]), v["k_max"])
             for v in data["variants"]
         )
         data["notes"] = tuple(data["notes"])

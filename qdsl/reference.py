@@ -89,7 +89,9 @@ class _Axes:
                 ids = self.groups[i.tensor]
                 count = tensor.shape(self.sizes, self.scheme)[tensor.index.index(i)]
                 first = [int(np.argmax(ids == g)) for g in range(count)]
-                value = value.take(first, at) * np.isin(range(count), ids).reshape([-1 if a == at else 1 for a in range(4)])
+                value = value.take(first, at) * np.isin(range(count), ids).reshape(
+                    [-1 if a == at else 1 for a in range(4)]
+                )
         order = [AXES.index(_axis(i)) for i in tensor.index]
         rest = [a for a in range(4) if a not in order]
         return value.transpose([*order, *rest]).reshape(tensor.shape(self.sizes, self.scheme))
@@ -305,7 +307,14 @@ def _factor(scheme: Scheme, patterns: Patterns, n: int, k: int) -> np.ndarray:
 
 # ---- data for tests ----------------------------------------------------------------------------------------------
 def random_patterns(
-    scheme: Scheme, rng: np.random.Generator, n: int, k: int, *, phase: str = "", experts: int = 1, free: Mapping[str, int] | None = None
+    scheme: Scheme,
+    rng: np.random.Generator,
+    n: int,
+    k: int,
+    *,
+    phase: str = "",
+    experts: int = 1,
+    free: Mapping[str, int] | None = None,
 ) -> dict[str, np.ndarray]:
     """Random bit patterns of every stored tensor: all codes occur, neighbouring groups' scales differ by up to 16.
 

@@ -196,7 +196,6 @@ class Kernel:
     """One artifact on one architecture.
 
     names     the loaded tensors in the order `__call__` takes them
-    limits    the largest m of each variant but the unlimited one, ascending
     """
 
     def __init__(self, artifact: Artifact, arch: str, scheme: Scheme):
@@ -208,8 +207,8 @@ class Kernel:
         steps = [step for variant in m.variants for step in variant.steps]
         used = {arg for step in steps for arg in step.args}
         self.computed = tuple(t for t in scheme.tensors if isinstance(t.value, Expr) and t.name in used)
-        self.limits = [v.m_max for v in m.variants if v.m_max is not None]
         self._variants: list[tuple[_Call, ...]] | None = None
+        self._by_k: dict[int, tuple[list[int], list[tuple[_Call, ...]]]] = {}
         self._templates: dict[tuple[int, int], list[tuple[list[int], int, torch.dtype]]] = {}
 
     @property
@@ -246,14 +245,27 @@ class Kernel:
         """The same into a given y, on torch's current stream."""
         if self._variants is None:
             self.load()
-        at = bisect_left(self.limits, x.shape[0])
-        if at == len(self._variants):
-            raise Error(f"{self.artifact.path} serves at most m = {self.limits[-1]} tokens, x has {x.shape[0]}")
+        limits, variants = self._by_k.get(x.shape[1]) or self._fitting(x.shape[1])
+        at = bisect_left(limits, x.shape[0])
+        if at == len(variants):
+            raise Error(f"{self.artifact.path} serves at most m = {limits[-1]} tokens, x has {x.shape[0]}")
         pool = [x, *buffers, y]
         if self.computed:
             pool += self._allocate(x, y.shape[1])
-        for call in self._variants[at]:
+        for call in variants[at]:
             call.function(*call.gather(pool))
+
+    def _fitting(self, k: int) -> tuple[list[int], list[tuple[_Call, ...]]]:
+        """The variants for k inputs, as ascending limits of m and what to call up to each (and beyond the last)."""
+        limits, chosen = [], []
+        for variant, calls in zip(self.artifact.manifest.variants, self._variants or (), strict=True):
+            unseen = not limits or variant.m_max is None or variant.m_max > limits[-1]
+            if unseen and len(chosen) == len(limits) and (variant.k_max is None or k <= variant.k_max):
+                chosen.append(calls)
+                if variant.m_max is not None:
+                    limits.append(variant.m_max)
+        self._by_k[k] = limits, chosen
+        return self._by_k[k]
 
     def _allocate(self, x: torch.Tensor, n: int) -> list[torch.Tensor]:
         """Room for what the steps compute between them: codes and scales of the activations."""

@@ -120,6 +120,7 @@ class Tile:
     slice: int  # tiles of 64 along k in one stage
     stages: int  # stages of a team's ring
     resident: int  # CTAs that an SM must be able to hold: a limit on registers
+    k_max: int | None = None  # meant for K up to this (right for every K); None: no limit
 
     def __post_init__(self):
         assert self.correct in ("sums", "weights"), self
@@ -162,6 +163,7 @@ class Tile:
 
     def __str__(self):
         m = "any m" if self.m_max is None else f"m <= {self.m_max}"
+        m += "" if self.k_max is None else f", k <= {self.k_max}"
         warps = "x".join(map(str, self.split))
         return (
             f"{self.name}: {m}, {self.tokens} tokens x {self.features} features, {warps} warps, "
