@@ -300,6 +300,7 @@ def _layer(
 ) -> tuple[QuantLinear | None, list[str]]:
     """An empty layer for a module, and what keeps the files from filling it."""
     old = model.get_submodule(name)
+    assert isinstance(old, nn.Linear), "plans name linears of the model"
     place = torch.device(device) if device is not None else old.weight.device
     try:
         layer = QuantLinear(
@@ -363,7 +364,8 @@ def _install(
         value = values[name].to(place, kind)
         new[id(old)] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
     for module in model.modules():
-        for table in (module._parameters, module._buffers):
+        tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for table in tables:
             for name, old in table.items():
                 if id(old) in new:
                     table[name] = new[id(old)]

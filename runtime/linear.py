@@ -452,7 +452,8 @@ class QuantLinear(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.scheme = _parsed(*state["scheme"])
-        self._given = open_artifact(self._given) if self._given and (self._given / MANIFEST).is_file() else None
+        path = state["_given"]
+        self._given = open_artifact(path) if path is not None and (path / MANIFEST).is_file() else None
         self._wanted = _wanted(self.scheme, self._has_bias, self.phase)
         self._keys, self._operands, self._derived_names = {}, {}, set()
         self._settle(self.scheme, self.device, {name: (self._held[name], self._buffers[name]) for name in self._wanted})

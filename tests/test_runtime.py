@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import gc
 import io
 import pickle
 import subprocess
 import sys
 import threading
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -101,10 +103,9 @@ def test_one_group_over_k_is_the_group_of_size_k():
     whole, patterns = filled(group="k", dtype=torch.float32)
     same, _ = filled(group=K, dtype=torch.float32)
     x = inputs(whole, 5)
-    assert torch.equal(whole(x), same.set_patterns(patterns)(x))
-    fresh = QuantLinear("awq4", K, N, bias=True, dtype=torch.float32, group="k")
-    fresh.load_state_dict(whole.state_dict())
-    assert torch.equal(fresh(x), whole(x))
+    torch.testing.assert_close(whole(x), same.set_patterns(patterns)(x), rtol=1e-5, atol=1e-5)
+    assert torch.equal(whole.dequantize(), same.dequantize())
+    assert torch.equal(reloaded(whole)(x), whole(x))
 
 
 @pytest.mark.parametrize(("kind", "most"), [(torch.float16, 65504.0), (torch.bfloat16, 3.3e38)])
@@ -138,7 +139,7 @@ def test_a_zero_row_gives_exactly_the_bias(name):
 @pytest.mark.parametrize("m", [1, 16, 300])
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16, torch.float32])
 def test_zero_input_returns_the_bias(m, kind):
-    layer, patterns = filled(dtype=kind)
+    layer, _ = filled(dtype=kind)
     expected = layer.bias.to(kind).expand(m, N)
     for each in (layer, copy.deepcopy(layer)):
         assert torch.equal(each(torch.zeros(m, K, dtype=kind)), expected)
@@ -197,11 +198,11 @@ def test_changing_the_type_selects_a_kernel_and_keeps_the_bits():
     x = inputs(layer, 5)
     y = layer(x)
     for change, kind in (
-        (lambda l: l.half(), torch.float16),
-        (lambda l: l.bfloat16(), torch.bfloat16),
-        (lambda l: l.to(torch.float16), torch.float16),
-        (lambda l: l.type(torch.bfloat16), torch.bfloat16),
-        (lambda l: l.to("cpu", torch.float32), torch.float32),
+        (lambda layer: layer.half(), torch.float16),
+        (lambda layer: layer.bfloat16(), torch.bfloat16),
+        (lambda layer: layer.to(torch.float16), torch.float16),
+        (lambda layer: layer.type(torch.bfloat16), torch.bfloat16),
+        (lambda layer: layer.to("cpu", torch.float32), torch.float32),
     ):
         assert change(layer) is layer
         assert layer.dtype == kind
@@ -230,7 +231,7 @@ def test_the_bias_outlives_a_narrower_type():
 
 
 def test_an_input_of_another_type_gets_its_kernel():
-    layer, patterns = filled(dtype=torch.float32)
+    layer, _ = filled(dtype=torch.float32)
     x = inputs(layer, 4)
     half = layer(x.half())
     assert half.dtype == torch.float16
@@ -287,7 +288,13 @@ def test_five_routes_of_copying_are_bitwise_equal(name):
     layer, _ = filled(name, 32, 128)
     x = inputs(layer, 5)
     y = layer(x)
-    routes = (copy.deepcopy, lambda l: pickle.loads(pickle.dumps(l)), saved_whole, reloaded, through_safetensors)
+    routes = (
+        copy.deepcopy,
+        lambda layer: pickle.loads(pickle.dumps(layer)),
+        saved_whole,
+        reloaded,
+        through_safetensors,
+    )
     for route in routes:
         assert torch.equal(route(layer)(x), y), route
     again = reloaded(reloaded(layer))
@@ -310,13 +317,18 @@ def test_a_pickle_opens_in_a_fresh_process(tmp_path):
     x = inputs(layer, 3)
     torch.save((layer, x, layer(x)), tmp_path / "layer.pt")
     code = "import sys, torch; l, x, y = torch.load(sys.argv[1], weights_only=False); assert torch.equal(l(x), y)"
-    done = subprocess.run([sys.executable, "-c", code, tmp_path / "layer.pt"], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", code, tmp_path / "layer.pt"], capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_saved_bits_of_another_meaning_are_refused_with_both_shown():
     layer, _ = filled(group=64)
-    for other, shown in ((QuantLinear("awq4", K, N, True, group=32), "k // 32"), (QuantLinear("gptq_sym", K, N, True), "gptq_sym")):
+    for other, shown in (
+        (QuantLinear("awq4", K, N, True, group=32), "k // 32"),
+        (QuantLinear("gptq_sym", K, N, True), "gptq_sym"),
+    ):
         before = {name: t.clone() for name, t in other.state_dict().items()}
         with pytest.raises(RuntimeError, match=r"(?s)saved: .*k // 64.*layer: ") as caught:
             other.load_state_dict(layer.state_dict())
@@ -334,7 +346,7 @@ def test_saved_bits_without_their_tag_are_refused():
         QuantLinear("awq4", K, N, True).load_state_dict(state)
     state = layer.state_dict()
     state["q"] = state["q"].reshape(-1)
-    with pytest.raises(RuntimeError, match="q is .* its tag says"):
+    with pytest.raises(RuntimeError, match=r"q is .* its tag says"):
         QuantLinear("awq4", K, N, True).load_state_dict(state)
     del state["q"]
     with pytest.raises(RuntimeError, match=r'Missing key.*"q"'):
@@ -353,7 +365,7 @@ def test_bits_of_another_devices_layout_are_repacked():
         foreign.append(type(buffer)(buffer.tensor, name, binding.layout))
         words = binding.layout.pack(patterns[buffer.tensor])
         state[buffer.tensor] = repack.tensor_of(words, getattr(torch, name))
-    state["_extra_state"] = repack.replace(tag, kind="cuda", buffers=tuple(foreign)).to_tensor()
+    state["_extra_state"] = dataclasses.replace(tag, kind="cuda", buffers=tuple(foreign)).to_tensor()
     fresh = QuantLinear("awq4", K, N, True, dtype=torch.float32)
     fresh.load_state_dict(state)
     assert torch.equal(fresh(x), layer(x))
@@ -430,7 +442,9 @@ def test_a_layout_must_be_named_when_there_are_several():
         layer.load(tensors, layout="autoawk")
     only, patterns = filled("w8a16", 32, 128)
     x = inputs(only, 2)
-    assert torch.equal(QuantLinear("w8a16", 128, 32, True).load(stored(only, patterns, "compressed_tensors"))(x), only(x))
+    assert torch.equal(
+        QuantLinear("w8a16", 128, 32, True).load(stored(only, patterns, "compressed_tensors"))(x), only(x)
+    )
 
 
 def test_types_with_the_same_bits_and_exact_widenings_pass():
@@ -443,9 +457,11 @@ def test_types_with_the_same_bits_and_exact_widenings_pass():
     tensors = stored(layer, patterns, "compressed_tensors")
     tensors["weight_scale"] = tensors["weight_scale"].half()
     wide = QuantLinear("w8a16", 128, 32, True).load(tensors)
-    assert wide.s.dtype == torch.float32 and torch.equal(wide.s.flatten()[:32], tensors["weight_scale"].float().flatten())
+    assert wide.s.dtype == torch.float32 and torch.equal(
+        wide.s.flatten()[:32], tensors["weight_scale"].float().flatten()
+    )
     tensors["weight"] = tensors["weight"].view(torch.uint8)
-    with pytest.raises(qdsl.CheckpointError, match="`weight` is torch.uint8, layout needs i8"):
+    with pytest.raises(qdsl.CheckpointError, match=r"`weight` is torch\.uint8, layout needs i8"):
         wide.load(tensors)
 
 
@@ -571,12 +587,22 @@ def test_quantized_activations_pass_the_gradient_straight_through():
     torch.testing.assert_close(x.grad, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_what_has_no_gradient_is_refused():
+def test_a_second_derivative_is_refused():
     layer, _ = filled(dtype=torch.float32)
     x = inputs(layer, 2).requires_grad_()
-    (first,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
-    with pytest.raises((qdsl.Error, RuntimeError), match="second derivative|differentiate twice|does not require grad"):
-        first.sum().backward()
+    with pytest.raises(qdsl.Error, match="no second derivative"):
+        torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+
+
+def test_an_output_without_a_gradient_is_refused(tmp_path):
+    path = tmp_path / "relu.q"
+    path.write_text(qdsl.load("w8a16").text.replace("y = acc + b", "y = relu(acc + b)"))
+    layer = QuantLinear(path, 64, 8, dtype=torch.float32)
+    layer.set_patterns(reference.random_patterns(layer.scheme, np.random.default_rng(0), 8, 64))
+    x = torch.randn(2, 64)
+    assert (layer(x) >= 0).all()
+    with pytest.raises(qdsl.Error, match=r"can't pass a gradient to x: its output is `relu\(acc \+ b\)`"):
+        layer(x.requires_grad_())
 
 
 # ---- construction ------------------------------------------------------------------------------------------------
@@ -683,7 +709,8 @@ def test_which_library_a_processor_takes():
 def test_an_artifact_for_no_device_here_names_the_command(tmp_path):
     scheme = qdsl.load("awq4")
     artifact = qdsl.compile(scheme, "cpu", cpu_levels()[:1], out=tmp_path / "built")
-    other = repack.replace(artifact.manifest, libraries={"x86-64-v9": "kernel.so"})
+    file = next(iter(artifact.manifest.libraries.values()))
+    other = dataclasses.replace(artifact.manifest, libraries={"x86-64-v9": file})
     (artifact.path / "manifest.json").write_text(other.to_json())
     with pytest.raises(qdsl.ArtifactError, match=rf"has kernels for x86-64-v9.*--arch {cpu_levels()[0]} -o "):
         find_artifact(scheme, torch.device("cpu"), given=qdsl.open_artifact(artifact.path))
@@ -722,9 +749,8 @@ def test_threads_may_share_a_layer():
 
 def test_a_dropped_layer_frees_its_buffers():
     layer, _ = filled()
-    x = inputs(layer, 2)
-    layer(x)
-    before = sum(isinstance(o, QuantLinear) for o in gc.get_objects())
+    layer(inputs(layer, 2))
+    gone = weakref.ref(layer.q)
     del layer
     gc.collect()
-    assert sum(isinstance(o, QuantLinear) for o in gc.get_objects()) < before
+    assert gone() is None

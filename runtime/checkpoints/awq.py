@@ -71,16 +71,15 @@ def _choose(
     groups = 1 if group == -1 else -(-k // group)
     layout = _layout(name, n, k, groups, stored, config)
     if layout is None:
-        shape = list(stored[f"{name}.qweight"].shape)
         found.problems.append(
-            f"`{name}.qweight` is {shape}; for n = {n}, k = {k} AWQ's layouts are [{k}, {-(-n // 8)}] (gemm) and [{n}, {-(-k // 8)}] (gemv)"
+            f"`{name}.qweight` is {list(stored[f'{name}.qweight'].shape)}; for n = {n}, k = {k} AWQ's layouts are [{k}, {-(-n // 8)}] (gemm) and [{n}, {-(-k // 8)}] (gemv)"
         )
         return
     labelled = _LAYOUTS[str(config.get("version") or "gemm").lower()]
     if layout != labelled:
         found.notices.append(f"`{name}` is labelled {labelled}, but its shapes are those of {layout}, which is used")
     scales = stored.get(f"{name}.scales")
-    params: dict[str, Any] = {"group": "k" if group == -1 else group}
+    params: dict[str, Any] = {"group": "k" if group in (-1, k) else group}  # one kernel for both spellings
     if scales is not None and scales.dtype in _SCALES:
         params["scale_type"] = _SCALES[scales.dtype]
     leading: dict[str, tuple[int, ...]] = {}
