@@ -452,7 +452,7 @@ def _main_loop(k: Kernel):
     views, ahead = k.views(), tile.stages - 1
     stride, first = tile.teams * tile.slice, k.team * tile.slice
     count = (k.k_tiles - first + (stride - 1)) // stride  # slices of this team
-    fills = [_FillCodes(k, views["q"], first)]
+    fills: list = [_FillCodes(k, views["q"], first)]
     fills += [_FillGroups(k, role, views[role], first) for role in k.weight.grouped]
     fills.append(_FillTokens(k, views["x"], first))
     acc = _zeros(4 * tile.feature_tiles * tile.token_tiles, "float32")
