@@ -37,6 +37,8 @@ _LEVELS = {
     "x86-64-v2": {"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"},
 }
 
+_GPUS = (121, 120, 103, 100, 90, 89, 87, 86, 80)
+
 
 # ---- architectures -----------------------------------------------------------------------------------------------
 @functools.cache
@@ -70,7 +72,10 @@ def best_arch(device: torch.device) -> str:
     """The architecture to compile for on this device."""
     if device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(device)
-        return "sm_90a" if (major, minor) == (9, 0) else f"sm_{major}{minor}"
+        if (major, minor) == (9, 0):
+            return "sm_90a"
+        this = 10 * major + minor  # a GPU newer than qdsl runs the PTX of the newest one that qdsl knows
+        return f"sm_{max((known for known in _GPUS if known <= this), default=this)}"
     if device.type == "cpu":
         if not cpu_levels():
             raise TargetError(f"this processor ({platform.machine()}) is older than every level qdsl compiles for")
@@ -174,13 +179,20 @@ def _cached(scheme: Scheme, kind: str, *archs: str) -> Artifact | None:
 
 def _any_cached(scheme: Scheme, device: torch.device) -> Artifact | None:
     """A cached artifact for an older architecture that this device runs as well."""
-    levels = (
-        cpu_levels() if device.type == "cpu" else tuple(f"sm_{n}" for n in (121, 120, 103, 100, 90, 89, 87, 86, 80))
-    )
+    levels = cpu_levels() if device.type == "cpu" else tuple(f"sm_{n}" for n in _GPUS)
     for arch in levels:
         if fitting_arch((arch,), device) and (artifact := _cached(scheme, device.type, arch)):
             return artifact
     return None
+
+
+def refuse_in_capture(scheme: Scheme, kind: str) -> None:
+    """Raises Error while a CUDA graph is captured: nothing may be compiled, loaded or copied there."""
+    if kind == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise Error(
+            f"the kernels of {scheme.bound} are not loaded, and nothing can be loaded while a CUDA graph is captured; "
+            "call `layer.prepare()`, or run the layer once on such an input, before the capture"
+        )
 
 
 # ---- kernels -----------------------------------------------------------------------------------------------------
@@ -219,11 +231,7 @@ class Kernel:
         """Open the library (its digest is checked first) and look up the functions."""
         if self._variants is not None:
             return
-        if self.artifact.manifest.kind == "cuda" and torch.cuda.is_current_stream_capturing():
-            raise Error(
-                f"the kernels of {self.scheme.bound} are not loaded, and nothing can be loaded while a CUDA graph is "
-                "captured; call `layer.prepare()` (or run the layer once) before the capture"
-            )
+        refuse_in_capture(self.scheme, self.artifact.manifest.kind)
         import tvm_ffi
 
         library = tvm_ffi.load_module(str(self.artifact.library(self.arch)))

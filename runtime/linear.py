@@ -26,7 +26,7 @@ from qdsl.expr import Item, Ref, walk
 from qdsl.layout import Layout, plain
 from qdsl.manifest import Buffer, Manifest, plain_params
 from qdsl.runtime import repack, weight
-from qdsl.runtime.artifact import Kernel, find_artifact, register
+from qdsl.runtime.artifact import Kernel, find_artifact, refuse_in_capture, register
 from qdsl.runtime.artifact import kernel as kernel_of
 from qdsl.runtime.op import linear, rows
 from qdsl.runtime.state import Tag, tag
@@ -132,6 +132,7 @@ class QuantLinear(nn.Module):
     def _kernel_for(self, scheme: Scheme, device: torch.device) -> Kernel:
         if device.type == "meta":  # buffers without numbers take the layout of the CPU; `to_empty` gives them another
             device = torch.device("cpu")
+        refuse_in_capture(scheme, device.type)
         artifact = find_artifact(scheme, device, given=self._given, compile=self._compile, origin=self._origin)
         limit = artifact.manifest.max_k
         if limit is not None and self.in_features > limit:

@@ -22,7 +22,7 @@ import qdsl
 from qdsl import reference
 from qdsl.dtype import dtype as format_named
 from qdsl.runtime import QuantLinear, repack
-from qdsl.runtime.artifact import cpu_levels, find_artifact, fitting_arch, fitting_cuda_arch
+from qdsl.runtime.artifact import best_arch, cpu_levels, find_artifact, fitting_arch, fitting_cuda_arch
 from qdsl.scheme import Free
 
 N, K = 48, 192
@@ -699,6 +699,30 @@ def test_a_changed_library_is_not_loaded(tmp_path):
 )
 def test_which_library_a_gpu_takes(capability, libraries, expected):
     assert fitting_cuda_arch(libraries, capability) == expected
+
+
+@pytest.mark.parametrize(
+    ("capability", "arch"),
+    [((8, 0), "sm_80"), ((8, 6), "sm_86"), ((8, 9), "sm_89"), ((9, 0), "sm_90a"), ((10, 0), "sm_100"),
+     ((12, 0), "sm_120"), ((13, 1), "sm_121")],
+)  # fmt: skip
+def test_what_is_compiled_for_a_gpu(capability, arch, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
+    assert best_arch(torch.device("cuda:0")) == arch
+
+
+def test_a_gpu_that_is_too_old_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (7, 5))
+    with pytest.raises(qdsl.TargetError, match="sm_75 is too old"):
+        find_artifact(qdsl.load("awq4"), torch.device("cuda:0"))
+
+
+def test_a_missing_compiler_is_no_matter_with_a_warm_cache(monkeypatch, tmp_path):
+    filled(dtype=torch.float32)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    layer, patterns = filled(dtype=torch.float32)
+    x = inputs(layer, 2)
+    assert within_bound(layer, patterns, x, layer(x))
 
 
 def test_which_library_a_processor_takes():
