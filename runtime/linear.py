@@ -7,7 +7,6 @@ them, and a move to a device whose kernels want another layout unpacks and packs
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,20 +16,18 @@ import numpy as np
 import torch
 from torch import nn
 
-import qdsl
 from qdsl import reference
 from qdsl.artifact import MANIFEST, Artifact, open_artifact
-from qdsl.diagnostic import CheckpointError, Diagnostic, Error, SchemeError, closest, error
-from qdsl.dtype import DType
-from qdsl.expr import Item, Ref, walk
-from qdsl.layout import Layout, plain
+from qdsl.diagnostic import CheckpointError, Diagnostic, Error, closest, error
 from qdsl.manifest import Buffer, Manifest, plain_params
 from qdsl.runtime import repack, weight
 from qdsl.runtime.artifact import Kernel, find_artifact, refuse_in_capture, register
 from qdsl.runtime.artifact import kernel as kernel_of
+from qdsl.runtime.buffer import float_format, moved, plain_buffer, repacked, same_bits, spelled, torch_type
 from qdsl.runtime.op import linear, rows
+from qdsl.runtime.resolve import check_layer, check_table, kept_tensors, parsed, resolved, with_dtype
 from qdsl.runtime.state import Tag, tag
-from qdsl.scheme import Binding, Free, Scheme, Storage, Tensor, Var, shape_error
+from qdsl.scheme import Binding, Scheme, Storage, Tensor, shape_error
 
 _EXTRA = "_extra_state"  # torch's name for what get_extra_state returns
 
@@ -64,13 +61,13 @@ class QuantLinear(nn.Module):
         given = open_artifact(artifact) if isinstance(artifact, str | Path) else artifact
         if isinstance(scheme, str | Path) and (Path(scheme) / MANIFEST).is_file():
             given = open_artifact(scheme)
-            scheme = _parsed(given.manifest.text, given.manifest.scheme, tuple(given.manifest.params.items()))
-        self.scheme = _resolved(scheme, params, dtype)
+            scheme = parsed(given.manifest.text, given.manifest.scheme, tuple(given.manifest.params.items()))
+        self.scheme = resolved(scheme, params, dtype)
         self.in_features, self.out_features, self.phase = in_features, out_features, phase
         self._has_bias, self._compile, self._given = bias, compile, given
         self._origin = scheme.name if isinstance(scheme, Scheme) else str(scheme)
-        _check_layer(self.scheme, in_features, out_features, bias, phase)
-        self._wanted = _wanted(self.scheme, bias, phase)
+        check_layer(self.scheme, in_features, out_features, bias, phase)
+        self._wanted = kept_tensors(self.scheme, bias, phase)
         self._held: dict[str, Buffer] = {}  # what each registered buffer holds
         self._keys: dict[torch.dtype, str] = {}  # activation type -> kernel
         self._operands: dict[torch.dtype, tuple[str, ...]] = {}  # activation type -> buffers, in the kernel's order
@@ -81,7 +78,7 @@ class QuantLinear(nn.Module):
         for name in self._wanted:
             self._held[name] = self._home(name, kernel, None)
             shape = self._held[name].layout.stored_shape(self._shape(name))
-            self.register_buffer(name, torch.zeros(shape, dtype=_torch(self._held[name]), device=device))
+            self.register_buffer(name, torch.zeros(shape, dtype=torch_type(self._held[name]), device=device))
         self._bind(kernel)
 
     # ---- what the layer is --------------------------------------------------------------------------------------
@@ -152,7 +149,7 @@ class QuantLinear(nn.Module):
         declared = self._wanted[name]
         if not self._follows(declared):
             return kernel.buffers[name]
-        return held or _plain(declared, kernel.buffers[name].dtype)
+        return held or plain_buffer(declared, kernel.buffers[name].dtype)
 
     def _bind(self, kernel: Kernel) -> None:
         """Make `kernel` the layer's own.  The registered buffers already are in its layout."""
@@ -173,7 +170,7 @@ class QuantLinear(nn.Module):
         names = []
         for name in kernel.names:
             buffer, declared = kernel.buffers[name], kernel.scheme.tensor(name)
-            if name in self._wanted and _same(self._held[name], buffer):
+            if name in self._wanted and same_bits(self._held[name], buffer):
                 names.append(name)
                 continue
             names.append(f"_{name}_{declared.dtype}")
@@ -191,14 +188,14 @@ class QuantLinear(nn.Module):
         if name not in self._wanted:  # optional and absent: a tensor of no elements
             # (0, 1, …), not (0, 0, …): kernels check strides, and torch gives an empty row the stride 1
             empty = (0, *[1] * (len(buffer.layout.axes) - 1))
-            return torch.empty(empty, dtype=_torch(buffer), device=self.device)
+            return torch.empty(empty, dtype=torch_type(buffer), device=self.device)
         held, tensor = self._held[name], self._buffers[name]
         if tensor.is_meta:
-            return torch.empty(buffer.layout.stored_shape(self._shape(name)), dtype=_torch(buffer), device="meta")
+            return torch.empty(buffer.layout.stored_shape(self._shape(name)), dtype=torch_type(buffer), device="meta")
         patterns = held.layout.unpack(repack.bits_of(tensor), self._shape(name))
-        if _torch(held) != _torch(buffer):
-            patterns = declared.dtype.encode(_format(held).decode(patterns))
-        return repack.tensor_of(buffer.layout.pack(patterns), _torch(buffer)).to(tensor.device)
+        if torch_type(held) != torch_type(buffer):
+            patterns = declared.dtype.encode(float_format(held).decode(patterns))
+        return repack.tensor_of(buffer.layout.pack(patterns), torch_type(buffer)).to(tensor.device)
 
     def _settle(self, scheme: Scheme, device: torch.device, given: Mapping[str, tuple[Buffer, torch.Tensor]]) -> None:
         """Adopt buffers, whatever layout they are in, for a scheme and a device.  Nothing changes if anything fails."""
@@ -212,9 +209,9 @@ class QuantLinear(nn.Module):
                     f"{self._wanted[name].dtype}, and stored tensors are never cast"
                 )
             held[name] = self._home(name, kernel, buffer)
-            new[name] = _repacked(tensor, buffer, held[name], self._shape(name), device)
+            new[name] = repacked(tensor, buffer, held[name], self._shape(name), device)
         self.scheme, self._held = scheme, held
-        self._wanted = _wanted(scheme, self._has_bias, self.phase)
+        self._wanted = kept_tensors(scheme, self._has_bias, self.phase)
         for name, tensor in new.items():
             known = self._buffers[name]
             same = known.shape == tensor.shape and known.dtype == tensor.dtype and known.device == tensor.device
@@ -272,7 +269,7 @@ class QuantLinear(nn.Module):
             raise ValueError(f"x {list(x.shape)} has {found}, the layer takes in_features = {self.in_features}")
         if x.dtype in self._keys:
             return self._keys[x.dtype]
-        kernel = self._kernel_for(_with_dtype(self.scheme, x.dtype), self.device)
+        kernel = self._kernel_for(with_dtype(self.scheme, x.dtype), self.device)
         if any(
             not self._follows(self._wanted[name]) and kernel.buffers[name] != held for name, held in self._held.items()
         ):
@@ -341,16 +338,16 @@ class QuantLinear(nn.Module):
             own = replace(binding, stored=kind, layout=replace(binding.layout, bits=kind.bits, word=kind.bits))
             words = repack.bits_of(found).reshape(own.layout.stored_shape(shape))
             patterns = repack.patterns_of(own, replace(declared, dtype=kind), words, kind, shape)
-            return _plain(declared, _spelled(found.dtype)), repack.tensor_of(patterns, found.dtype)
+            return plain_buffer(declared, spelled(found.dtype)), repack.tensor_of(patterns, found.dtype)
         patterns = repack.read(self.scheme, storage, binding, tensors, prefix, self._sizes)
-        _check_table(self.scheme, declared, patterns, prefix + binding.source)
+        check_table(self.scheme, declared, patterns, prefix + binding.source)
         return self._packed(declared.name, patterns)
 
     def _packed(self, name: str, patterns: np.ndarray) -> tuple[Buffer, torch.Tensor]:
         held = self._held[name]
         if self._follows(self._wanted[name]):  # may be held in another type at the moment
-            held = _plain(self._wanted[name], self.kernel.buffers[name].dtype)
-        return held, repack.tensor_of(held.layout.pack(patterns), _torch(held))
+            held = plain_buffer(self._wanted[name], self.kernel.buffers[name].dtype)
+        return held, repack.tensor_of(held.layout.pack(patterns), torch_type(held))
 
     def _storage(self, layout: str | None) -> Storage:
         layouts = self.scheme.layouts
@@ -405,7 +402,9 @@ class QuantLinear(nn.Module):
                 own = bias.detach().cpu()
                 follows = layer._follows(declared) and repack.format_of(own.dtype) is not None
                 encoded = declared.dtype.encode(own.double().numpy())
-                given[name] = (_plain(declared, _spelled(own.dtype)), own) if follows else layer._packed(name, encoded)
+                given[name] = (
+                    (plain_buffer(declared, spelled(own.dtype)), own) if follows else layer._packed(name, encoded)
+                )
         layer._take(given)
         return layer
 
@@ -426,9 +425,9 @@ class QuantLinear(nn.Module):
     def _apply(self, fn, recurse=True):
         """Move as nn.Module does, but never cast what is packed: a new float type selects another kernel."""
         kind = fn(torch.empty(0, dtype=self.dtype, device=self.device)).dtype
-        scheme = _with_dtype(self.scheme, kind) if kind.is_floating_point else self.scheme
+        scheme = with_dtype(self.scheme, kind) if kind.is_floating_point else self.scheme
         was_meta = self.device.type == "meta"
-        given = {name: (self._held[name], _moved(self._buffers[name], fn)) for name in self._wanted}
+        given = {name: (self._held[name], moved(self._buffers[name], fn)) for name in self._wanted}
         device = next(iter(given.values()))[1].device
         changed = scheme is not self.scheme or device != self.device
         if changed:
@@ -452,10 +451,10 @@ class QuantLinear(nn.Module):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.scheme = _parsed(*state["scheme"])
+        self.scheme = parsed(*state["scheme"])
         path = state["_given"]
         self._given = open_artifact(path) if path is not None and (path / MANIFEST).is_file() else None
-        self._wanted = _wanted(self.scheme, self._has_bias, self.phase)
+        self._wanted = kept_tensors(self.scheme, self._has_bias, self.phase)
         self._keys, self._operands, self._derived_names = {}, {}, set()
         self._settle(self.scheme, self.device, {name: (self._held[name], self._buffers[name]) for name in self._wanted})
 
@@ -493,7 +492,7 @@ class QuantLinear(nn.Module):
         given, problem = {}, self._tag().disagreement(saved)
         for buffer in saved.buffers if not problem else ():
             tensor, needed = state_dict[prefix + buffer.tensor], buffer.layout.stored_shape(self._shape(buffer.tensor))
-            if tuple(tensor.shape) != tuple(needed) or tensor.dtype != _torch(buffer):
+            if tuple(tensor.shape) != tuple(needed) or tensor.dtype != torch_type(buffer):
                 problem = f"{buffer.tensor} is {list(tensor.shape)} {tensor.dtype}, its tag says {list(needed)} {buffer.dtype}"
             given[buffer.tensor] = (buffer, tensor)
         if problem:
@@ -503,154 +502,3 @@ class QuantLinear(nn.Module):
         device = next(iter(given.values()))[1].device if assign else self.device
         self._settle(self.scheme, device, given)
         self._loaded = saved.loaded
-
-
-# ---- construction ------------------------------------------------------------------------------------------------
-@functools.lru_cache(maxsize=256)
-def _parsed(text: str, path: str, params: tuple[tuple[str, int | str], ...]) -> Scheme:
-    return qdsl.parse(text, path, **dict(params))
-
-
-@functools.lru_cache(maxsize=256)
-def _named(name: str, modified: int, params: tuple[tuple[str, Any], ...]) -> Scheme:
-    return qdsl.load(name, **dict(params))
-
-
-def _resolved(scheme: str | Path | Scheme, params: Mapping[str, Any], dtype: torch.dtype | None) -> Scheme:
-    """The scheme with its parameters, its activation type among them."""
-    if isinstance(scheme, Scheme):
-        found = _rebound(scheme, params) if params else scheme
-    else:
-        path = Path(scheme)
-        modified = path.stat().st_mtime_ns if path.is_file() else 0
-        found = _named(
-            str(scheme), modified, tuple(sorted((k, str(v) if isinstance(v, DType) else v) for k, v in params.items()))
-        )
-    if repack.torch_dtype(found.output.dtype) is None:
-        raise Error(f"{found.bound}: a layer's output is f16, bf16 or f32, not {found.output.dtype}")
-    return found if dtype is None else _with_dtype(found, dtype)
-
-
-def _rebound(scheme: Scheme, params: Mapping[str, Any]) -> Scheme:
-    plain_ = {name: str(v) if isinstance(v, DType) else v for name, v in params.items()}
-    return _parsed(scheme.text, scheme.name, tuple({**plain_params(scheme), **plain_}.items()))
-
-
-def _with_dtype(scheme: Scheme, kind: torch.dtype) -> Scheme:
-    """The scheme with activations of a torch type; raises TypeError by name when it has none."""
-    have = repack.torch_dtype(scheme.output.dtype)
-    if kind == have:
-        return scheme
-    wanted = repack.format_of(kind)
-    if wanted is None:
-        raise TypeError(f"{scheme.bound}: activations are float16, bfloat16 or float32, not {kind}; cast x to {have}")
-    if "act" not in scheme.params:
-        raise TypeError(f"{scheme.bound} takes {have} only (it has no parameter `act`), not {kind}; cast x to {have}")
-    try:
-        found = _rebound(scheme, {"act": wanted})
-    except SchemeError as problem:
-        raise TypeError(f"{scheme.bound} can't take {kind}; cast x to {have}\n{problem}") from None
-    if found.output.dtype != wanted:
-        raise TypeError(f"{scheme.bound} gives {have} whatever `act` is, not {kind}; cast x to {have}")
-    return found
-
-
-def _check_layer(scheme: Scheme, k: int, n: int, bias: bool, phase: str) -> None:
-    """Raises Error when no layer of this size can have this scheme."""
-    if scheme.experts:
-        raise Error(f"{scheme.bound} declares a stack of experts; a QuantLinear is one matrix")
-    if (broken := scheme.violated(n, k)) is not None:
-        raise Error(f"{scheme.bound} requires {broken}, and this layer has n = {n}, k = {k}")
-    if scheme.output.half and n % scheme.output.half[1]:
-        raise Error(
-            f"{scheme.bound} folds {scheme.output.half[1]} features into one, and n = {n} is no multiple of that"
-        )
-    if phase not in ("", "both") and phase not in scheme.phases:
-        known = ", ".join(scheme.phases) or "none"
-        raise Error(f"{scheme.bound} has no phase `{phase}` (it has: {known})")
-    if bias and not any(t.role == "bias" for t in scheme.output.tensors):
-        raise Error(
-            f"{scheme.bound} declares no bias; construct the layer with bias=False, or add `bias b[n]` to its output block"
-        )
-    for t in _wanted(scheme, bias, phase).values():
-        if Var("m") in t.index or any(isinstance(i, Free) for i in t.index):
-            raise Error(f"{scheme.bound}: `{t}` has no size before a call, and a QuantLinear can't hold it yet")
-
-
-def _wanted(scheme: Scheme, bias: bool, phase: str) -> dict[str, Tensor]:
-    """The tensors a layer keeps, by name."""
-    active = scheme.activation(phase)
-    tensors = [*scheme.weight.loaded, *(active.operand.loaded if active else ())]
-    tensors += [t for t in scheme.output.tensors if t.loaded and (not t.optional or (bias and t.role == "bias"))]
-    return {t.name: t for t in tensors}
-
-
-# ---- buffers -----------------------------------------------------------------------------------------------------
-def _torch(buffer: Buffer) -> torch.dtype:
-    return getattr(torch, buffer.dtype)
-
-
-def _spelled(kind: torch.dtype) -> str:
-    return str(kind).removeprefix("torch.")
-
-
-def _format(buffer: Buffer) -> DType:
-    found = repack.format_of(_torch(buffer))
-    assert found is not None, "only floats are kept in a type of their own"
-    return found
-
-
-def _plain(declared: Tensor, kind: str) -> Buffer:
-    """Elements in declared order, in their own torch type."""
-    bits = getattr(torch, kind).itemsize * 8
-    return Buffer(declared.name, kind, plain(len(declared.index), bits))
-
-
-def _same(held: Buffer, wanted: Buffer) -> bool:
-    """Whether two buffers hold the same bits in the same places."""
-    if held.dtype != wanted.dtype:
-        return False
-    return held.layout == wanted.layout or (_is_plain(held.layout) and _is_plain(wanted.layout))
-
-
-def _is_plain(layout: Layout) -> bool:
-    names = [tuple(d.name for d in dim) for dim in layout.dims]
-    return (
-        layout.bits == layout.word
-        and names == [axis.digits for axis in layout.axes]
-        and not any(a.runs for a in layout.axes)
-    )
-
-
-def _moved(tensor: torch.Tensor, fn) -> torch.Tensor:
-    """fn of a tensor's bytes, so that only what fn does to the device takes effect."""
-    raw = tensor.reshape(-1).view(torch.uint8)
-    result = fn(raw)
-    if result.dtype != raw.dtype:  # module.type(…) casts integers too
-        result = raw.to(result.device)
-    if result.device == tensor.device and (result.is_meta or result.data_ptr() == raw.data_ptr()):
-        return tensor
-    return result.view(tensor.dtype).reshape(tensor.shape)
-
-
-def _repacked(
-    tensor: torch.Tensor, held: Buffer, wanted: Buffer, shape: tuple[int, ...], device: torch.device
-) -> torch.Tensor:
-    """The same elements in another layout on another device, bit for bit."""
-    if device.type == "meta":
-        return torch.empty(wanted.layout.stored_shape(shape), dtype=_torch(wanted), device=device)
-    if _same(held, wanted):
-        return tensor.to(device)
-    patterns = held.layout.unpack(repack.bits_of(tensor), shape)
-    return repack.tensor_of(wanted.layout.pack(patterns), _torch(wanted)).to(device)
-
-
-def _check_table(scheme: Scheme, declared: Tensor, patterns: np.ndarray, name: str) -> None:
-    """Codes that look a table up must name entries it has."""
-    for node in walk(scheme.weight.decode):
-        if isinstance(node, Item) and node.args == (Ref(declared.name),):
-            size = scheme.tensor(node.name).shape({})[0]
-            if patterns.size and int(patterns.max()) >= size:
-                raise ValueError(
-                    f"`{name}` holds code {int(patterns.max())}, but table `{node.name}` has only {size} entries"
-                )

@@ -1,0 +1,109 @@
+"""Which scheme a layer has, with which parameters, and whether a layer of its size can have it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+import qdsl
+from qdsl.diagnostic import Error, SchemeError
+from qdsl.dtype import DType
+from qdsl.expr import Item, Ref, walk
+from qdsl.manifest import plain_params
+from qdsl.runtime import repack
+from qdsl.scheme import Free, Scheme, Tensor, Var
+
+
+@functools.lru_cache(maxsize=256)
+def parsed(text: str, path: str, params: tuple[tuple[str, int | str], ...]) -> Scheme:
+    return qdsl.parse(text, path, **dict(params))
+
+
+@functools.lru_cache(maxsize=256)
+def _named(name: str, modified: int, params: tuple[tuple[str, Any], ...]) -> Scheme:
+    return qdsl.load(name, **dict(params))
+
+
+def resolved(scheme: str | Path | Scheme, params: Mapping[str, Any], dtype: torch.dtype | None) -> Scheme:
+    """The scheme with its parameters, its activation type among them."""
+    if isinstance(scheme, Scheme):
+        found = _rebound(scheme, params) if params else scheme
+    else:
+        path = Path(scheme)
+        modified = path.stat().st_mtime_ns if path.is_file() else 0
+        found = _named(
+            str(scheme), modified, tuple(sorted((k, str(v) if isinstance(v, DType) else v) for k, v in params.items()))
+        )
+    if repack.torch_dtype(found.output.dtype) is None:
+        raise Error(f"{found.bound}: a layer's output is f16, bf16 or f32, not {found.output.dtype}")
+    return found if dtype is None else with_dtype(found, dtype)
+
+
+def _rebound(scheme: Scheme, params: Mapping[str, Any]) -> Scheme:
+    plain_ = {name: str(v) if isinstance(v, DType) else v for name, v in params.items()}
+    return parsed(scheme.text, scheme.name, tuple({**plain_params(scheme), **plain_}.items()))
+
+
+def with_dtype(scheme: Scheme, kind: torch.dtype) -> Scheme:
+    """The scheme with activations of a torch type; raises TypeError by name when it has none."""
+    have = repack.torch_dtype(scheme.output.dtype)
+    if kind == have:
+        return scheme
+    wanted = repack.format_of(kind)
+    if wanted is None:
+        raise TypeError(f"{scheme.bound}: activations are float16, bfloat16 or float32, not {kind}; cast x to {have}")
+    if "act" not in scheme.params:
+        raise TypeError(f"{scheme.bound} takes {have} only (it has no parameter `act`), not {kind}; cast x to {have}")
+    try:
+        found = _rebound(scheme, {"act": wanted})
+    except SchemeError as problem:
+        raise TypeError(f"{scheme.bound} can't take {kind}; cast x to {have}\n{problem}") from None
+    if found.output.dtype != wanted:
+        raise TypeError(f"{scheme.bound} gives {have} whatever `act` is, not {kind}; cast x to {have}")
+    return found
+
+
+def check_layer(scheme: Scheme, k: int, n: int, bias: bool, phase: str) -> None:
+    """Raises Error when no layer of this size can have this scheme."""
+    if scheme.experts:
+        raise Error(f"{scheme.bound} declares a stack of experts; a QuantLinear is one matrix")
+    if (broken := scheme.violated(n, k)) is not None:
+        raise Error(f"{scheme.bound} requires {broken}, and this layer has n = {n}, k = {k}")
+    if scheme.output.half and n % scheme.output.half[1]:
+        raise Error(
+            f"{scheme.bound} folds {scheme.output.half[1]} features into one, and n = {n} is no multiple of that"
+        )
+    if phase not in ("", "both") and phase not in scheme.phases:
+        known = ", ".join(scheme.phases) or "none"
+        raise Error(f"{scheme.bound} has no phase `{phase}` (it has: {known})")
+    if bias and not any(t.role == "bias" for t in scheme.output.tensors):
+        raise Error(
+            f"{scheme.bound} declares no bias; construct the layer with bias=False, or add `bias b[n]` to its output block"
+        )
+    for t in kept_tensors(scheme, bias, phase).values():
+        if Var("m") in t.index or any(isinstance(i, Free) for i in t.index):
+            raise Error(f"{scheme.bound}: `{t}` has no size before a call, and a QuantLinear can't hold it yet")
+
+
+def kept_tensors(scheme: Scheme, bias: bool, phase: str) -> dict[str, Tensor]:
+    """The tensors a layer keeps, by name."""
+    active = scheme.activation(phase)
+    tensors = [*scheme.weight.loaded, *(active.operand.loaded if active else ())]
+    tensors += [t for t in scheme.output.tensors if t.loaded and (not t.optional or (bias and t.role == "bias"))]
+    return {t.name: t for t in tensors}
+
+
+def check_table(scheme: Scheme, declared: Tensor, patterns: np.ndarray, name: str) -> None:
+    """Codes that look a table up must name entries it has."""
+    for node in walk(scheme.weight.decode):
+        if isinstance(node, Item) and node.args == (Ref(declared.name),):
+            size = scheme.tensor(node.name).shape({})[0]
+            if patterns.size and int(patterns.max()) >= size:
+                raise ValueError(
+                    f"`{name}` holds code {int(patterns.max())}, but table `{node.name}` has only {size} entries"
+                )
