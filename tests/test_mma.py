@@ -53,7 +53,8 @@ def test_bit_tricks_are_exact(compute):
 
 def test_tiles_print():
     assert [str(tile) for tile in mma.tiles()] == [
-        "m1: m <= 1, 1 tokens x 32 features, 1x1x8 warps, 3 stages of 128, corrects sums",
+        "m1_short: m <= 1, k <= 4096, 1 tokens x 16 features, 1x1x8 warps, 3 stages of 256, corrects sums",
+        "m1: m <= 1, 1 tokens x 32 features, 1x1x8 warps, 2 stages of 256, corrects sums",
         "m8: m <= 8, 8 tokens x 32 features, 1x1x4 warps, 2 stages of 256, corrects sums",
         "m16: m <= 16, 16 tokens x 32 features, 1x1x8 warps, 2 stages of 128, corrects sums",
         "m64: m <= 64, 32 tokens x 64 features, 1x1x4 warps, 2 stages of 128, corrects weights",

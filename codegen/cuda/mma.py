@@ -174,7 +174,8 @@ class Tile:
 def tiles() -> tuple[Tile, ...]:
     """The default tiles, by rising m_max."""
     return (
-        Tile("m1", 1, "sums", tokens=1, features=32, split=(1, 1, 8), slice=2, stages=3, resident=2),
+        Tile("m1_short", 1, "sums", tokens=1, features=16, split=(1, 1, 8), slice=4, stages=3, resident=3, k_max=4096),
+        Tile("m1", 1, "sums", tokens=1, features=32, split=(1, 1, 8), slice=4, stages=2, resident=2),
         Tile("m8", 8, "sums", tokens=8, features=32, split=(1, 1, 4), slice=4, stages=2, resident=2),
         Tile("m16", 16, "sums", tokens=16, features=32, split=(1, 1, 8), slice=2, stages=2, resident=2),
         Tile("m64", 64, "weights", tokens=32, features=64, split=(1, 1, 4), slice=2, stages=2, resident=2),
