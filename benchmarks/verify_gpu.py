@@ -17,7 +17,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="also write the table here")
     args = parser.parse_args()
-    lines = [f"qdsl verify on {torch.cuda.get_device_name()}, torch {torch.__version__}", f"{'scheme':60}{'cases':>6}{'error/bound':>13}  result"]
+    lines = [
+        f"qdsl verify on {torch.cuda.get_device_name()}, torch {torch.__version__}",
+        f"{'scheme':60}{'cases':>6}{'error/bound':>13}  result",
+    ]
     failed = []
     for root in os.environ["QDSL_ARTIFACTS"].split(os.pathsep):
         for path in sorted(Path(root).iterdir()):

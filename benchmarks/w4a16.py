@@ -32,7 +32,10 @@ def find(scheme: qdsl.Scheme) -> Artifact:
     for root in os.environ["QDSL_ARTIFACTS"].split(os.pathsep):
         for path in Path(root).iterdir():
             artifact = qdsl.open_artifact(path)
-            if artifact.manifest.text == scheme.text and qdsl.parse(scheme.text, **artifact.manifest.params).params == scheme.params:
+            if (
+                artifact.manifest.text == scheme.text
+                and qdsl.parse(scheme.text, **artifact.manifest.params).params == scheme.params
+            ):
                 return artifact
     raise SystemExit(f"no artifact of {scheme.bound} under QDSL_ARTIFACTS")
 
@@ -49,7 +52,9 @@ def random_buffers(scheme: qdsl.Scheme, artifact: Artifact, n: int, k: int) -> d
         elif dtype.is_floating_point:
             buffers[b.tensor] = (torch.rand(shape, device="cuda") * 0.01 + 0.005).to(dtype)
         else:
-            words = torch.randint(-(2**31), 2**31 - 1, (math.prod(shape) * dtype.itemsize // 4 + 1,), dtype=torch.int32, device="cuda")
+            words = torch.randint(
+                -(2**31), 2**31 - 1, (math.prod(shape) * dtype.itemsize // 4 + 1,), dtype=torch.int32, device="cuda"
+            )
             buffers[b.tensor] = words.view(torch.uint8)[: math.prod(shape) * dtype.itemsize].view(dtype).reshape(shape)
     return buffers
 
@@ -129,13 +134,20 @@ def main() -> None:
     arch = ARCH.get(major, f"sm_{major}{minor}")
     library = tvm_ffi.load_module(str(artifact.library(arch if arch in artifact.manifest.libraries else "sm_80")))
     rows = []
-    print(f"{scheme.bound} on {torch.cuda.get_device_name()}, us\n{'K':>6}{'N':>7}{'M':>6} {'variant':>8}{'qdsl':>9}{'cuBLAS':>9}{'floor':>8}{'error':>9}")
+    print(
+        f"{scheme.bound} on {torch.cuda.get_device_name()}, us\n{'K':>6}{'N':>7}{'M':>6} {'variant':>8}{'qdsl':>9}{'cuBLAS':>9}{'floor':>8}{'error':>9}"
+    )
     for k, n in SHAPES:
         for row in cell(scheme, artifact, library, n, k, tuple(args.tokens)):
             rows.append(row)
-            print(f"{k:6}{n:7}{row['M']:6} {row['variant']:>8}{row['us']:9.1f}{row['cublas_us']:9.1f}{row['floor_us']:8.1f}{row['relative_error']:9.1e}", flush=True)
+            print(
+                f"{k:6}{n:7}{row['M']:6} {row['variant']:>8}{row['us']:9.1f}{row['cublas_us']:9.1f}{row['floor_us']:8.1f}{row['relative_error']:9.1e}",
+                flush=True,
+            )
     if args.out:
-        args.out.write_text(json.dumps({"device": torch.cuda.get_device_name(), "scheme": scheme.bound, "cells": rows}, indent=1) + "\n")
+        args.out.write_text(
+            json.dumps({"device": torch.cuda.get_device_name(), "scheme": scheme.bound, "cells": rows}, indent=1) + "\n"
+        )
 
 
 if __name__ == "__main__":

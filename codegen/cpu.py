@@ -33,7 +33,9 @@ def build(executable, library: Path) -> None:
     """Link the module and the shim into a shared library."""
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
-        raise TargetError("no C++ compiler: linking a CPU kernel needs g++ (on Debian: apt install g++) or clang++ on PATH")
+        raise TargetError(
+            "no C++ compiler: linking a CPU kernel needs g++ (on Debian: apt install g++) or clang++ on PATH"
+        )
     shim = library.with_suffix(".shim.o")
     include = Path(tvm_ffi.__file__).parent / "include"
     command = [compiler, "-O2", "-std=c++17", "-fPIC", f"-I{include}", "-c", str(_SHIM), "-o", str(shim)]

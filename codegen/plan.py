@@ -9,7 +9,6 @@ import math
 from dataclasses import dataclass
 
 from qdsl.codegen.target import Target
-
 from qdsl.diagnostic import Diagnostic, TargetError, error
 from qdsl.dtype import DType, dtype
 from qdsl.expr import Binary, Expr, Number, Ref, names, of_dtype

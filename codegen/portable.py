@@ -19,12 +19,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 
 import numpy as np
-from qdsl.codegen.plan import VECTOR, Plan, quantize_args, vector_features
-from qdsl.codegen.tir import as_float, decode, dtype_of, encode, f32, i64, load, load_bits, storage, translate
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from qdsl.codegen.plan import VECTOR, Plan, quantize_args, vector_features
+from qdsl.codegen.tir import as_float, decode, dtype_of, encode, f32, i64, load, load_bits, storage, translate
 from qdsl.expr import FUNCTIONS, REDUCTIONS, Call, Expr, Item, Ref, evaluate, names, walk
 from qdsl.scheme import Extent, Gather, Group, Index, Tensor, Var
 

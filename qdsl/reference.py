@@ -221,7 +221,7 @@ def linear(
     constant that a kernel's bit trick leaves in each code until the group is corrected: it enlarges the sum's terms.
     `expert` chooses one of a stack.
     """
-    m, k = x.shape
+    k = x.shape[1]
     w = decode_weight(scheme, patterns, n, k)
     w = w[expert] if scheme.experts else w
     block = scheme.activation(phase)

@@ -1,11 +1,8 @@
 """TIR decoders and encoders, exhaustively over all codes, through LLVM against the number formats' own definition."""
 
-
 import numpy as np
 import pytest
-
-tvm = pytest.importorskip("tvm")
-
+import tvm
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
@@ -72,5 +69,3 @@ def test_encoding_rounds_as_the_format_says(name):
         nan = np.isnan(x)
         found, expected = found[~nan], expected[~nan]
     np.testing.assert_array_equal(found.astype(np.int64) & 0xFFFFFFFF, expected.astype(np.int64) & 0xFFFFFFFF)
-
-

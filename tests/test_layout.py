@@ -6,11 +6,11 @@ import math
 from itertools import pairwise
 
 import numpy as np
-import packers
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import packers
 from qdsl.check import check
 from qdsl.diagnostic import Source
 from qdsl.layout import Axis, Digit, Lane, Layout, Repack, Run, plain

@@ -33,7 +33,15 @@ def test_four_bit_codes_with_16_bit_compute_take_the_main_loop(name, params, gro
 
 @pytest.mark.parametrize(
     ("name", "params"),
-    [("awq4", {"act": "f32"}), ("awq4", {"group": 48}), ("gptq", {"bits": 3}), ("gptq_actorder", {}), ("w4a8", {}), ("nf4", {}), ("mxfp4", {})],
+    [
+        ("awq4", {"act": "f32"}),
+        ("awq4", {"group": 48}),
+        ("gptq", {"bits": 3}),
+        ("gptq_actorder", {}),
+        ("w4a8", {}),
+        ("nf4", {}),
+        ("mxfp4", {}),
+    ],
 )
 def test_what_the_main_loop_does_not_know_is_portable(name, params):
     planned = plan(qdsl.load(name, **params), SM80)
@@ -48,7 +56,9 @@ def test_the_code_layout_is_the_a_fragment():
         assert str(plan(qdsl.load("awq4", act=act), SM80).buffer("q").layout) == line
 
 
-@pytest.mark.parametrize(("bits", "expected"), [(3, (2, 1)), (5, (4, 1)), (6, (4, 2)), (7, (4, 2, 1)), (8, (8,)), (4, (4,))])
+@pytest.mark.parametrize(
+    ("bits", "expected"), [(3, (2, 1)), (5, (4, 1)), (6, (4, 2)), (7, (4, 2, 1)), (8, (8,)), (4, (4,))]
+)
 def test_odd_widths_are_planes_of_powers_of_two(bits, expected):
     found = planes(bits)
     assert tuple(width for _, width in found) == expected
@@ -79,7 +89,16 @@ def test_what_kernels_do_not_do_yet_is_one_clear_error(name):
     assert str(file) in str(caught.value), "the error points into the scheme"
 
 
-@pytest.mark.parametrize(("kind", "arch", "words"), [("cuda", "sm_75", "too old"), ("cuda", "sm_9", "too old"), ("cuda", "sm_90b", "did you mean"), ("cpu", "x86", "known"), ("rocm", "gfx90a", "unknown target")])
+@pytest.mark.parametrize(
+    ("kind", "arch", "words"),
+    [
+        ("cuda", "sm_75", "too old"),
+        ("cuda", "sm_9", "too old"),
+        ("cuda", "sm_90b", "did you mean"),
+        ("cpu", "x86", "known"),
+        ("rocm", "gfx90a", "unknown target"),
+    ],
+)
 def test_wrong_targets_are_named(kind, arch, words):
     with pytest.raises(TargetError, match=words):
         target(kind, arch)

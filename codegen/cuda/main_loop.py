@@ -26,7 +26,10 @@ def lower(plan: Plan) -> dict[str, tirx.PrimFunc]:
     )
     given = {loop.code, loop.scale, loop.zero}
     extra = tuple(_extra(plan, b.tensor) for b in plan.buffers if b.tensor not in given)
-    return {f"linear_{tile.name}": mma.lower(f"linear_{tile.name}", weight, tile, extra, _epilogue(plan)) for tile in mma.tiles()}
+    return {
+        f"linear_{tile.name}": mma.lower(f"linear_{tile.name}", weight, tile, extra, _epilogue(plan))
+        for tile in mma.tiles()
+    }
 
 
 def _extra(plan: Plan, name: str) -> mma.Extra:
