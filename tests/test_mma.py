@@ -102,9 +102,7 @@ def test_sources(compute, group, zero):
     half = weight.half.ptx
     assert f"mma.sync.aligned.m16n8k16.row.col.f32.{half}.{half}.f32" in text
     for name in functions:
-        assert re.search(
-            rf"__global__ void __launch_bounds__\({TILES[name].threads}, \d+\) {name}_kernel\(", text
-        )
+        assert re.search(rf"__global__ void __launch_bounds__\({TILES[name].threads}, \d+\) {name}_kernel\(", text)
     assert (f"fma.rn.{half}x2" in text) == (zero != "float16")  # float zeros go through float32
     assert (f"cvt.rn.{half}x2.f32" in text) == (zero == "float16")
 

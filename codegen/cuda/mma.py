@@ -180,9 +180,7 @@ def tiles() -> tuple[Tile, ...]:
         Tile("m16", 16, "sums", tokens=16, features=32, split=(1, 1, 8), slice=2, stages=2, resident=2),
         Tile("m64", 64, "weights", tokens=32, features=64, split=(1, 1, 4), slice=2, stages=2, resident=2),
         Tile("m256", 256, "weights", tokens=64, features=64, split=(1, 1, 4), slice=1, stages=2, resident=1),
-        Tile(
-            "any", None, "weights", tokens=128, features=128, split=(2, 2, 1), slice=2, stages=2, resident=1
-        ),
+        Tile("any", None, "weights", tokens=128, features=128, split=(2, 2, 1), slice=2, stages=2, resident=1),
     )
 
 
@@ -772,9 +770,7 @@ class _SumStep:
             return [zeros[r] * T.float32(factors[r]) + T.float32(constants[r]) for r in range(2)]
         upper = words[0] & T.uint32(0xF0) if factors[1] == 16 else words[0] >> T.uint32(4)
         # An integer below 2^23 or-ed into the bits of 2^23 is 2^23 plus that integer.
-        floats = [
-            T.reinterpret("float32", n | T.uint32(0x4B000000)) for n in (words[0] & T.uint32(15), upper)
-        ]
+        floats = [T.reinterpret("float32", n | T.uint32(0x4B000000)) for n in (words[0] & T.uint32(15), upper)]
         return [floats[r] + T.float32(constants[r] - 2**23) for r in range(2)]
 
     def multiply(self, acc, f: int, word, operands):
