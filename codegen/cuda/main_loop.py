@@ -5,8 +5,8 @@ from __future__ import annotations
 from tvm import tirx
 
 from qdsl.codegen.cuda import mma
+from qdsl.codegen.function import Parameters, buffer_shape
 from qdsl.codegen.plan import Plan
-from qdsl.codegen.portable import Parameters
 from qdsl.codegen.tir import as_float, f32, storage, translate
 from qdsl.expr import Ref
 
@@ -34,12 +34,10 @@ def lower(plan: Plan) -> dict[str, tirx.PrimFunc]:
 
 def _extra(plan: Plan, name: str) -> mma.Extra:
     """A tensor that only the epilogue reads: (name, shape of M, N, K, dtype)."""
-    from qdsl.codegen.portable import _buffer_shape
-
     tensor = plan.scheme.tensor(name)
 
     def shape(m: tirx.Expr, n: tirx.Expr, k: tirx.Expr) -> tuple:
-        return _buffer_shape(Parameters(plan, {"m": m, "n": n, "k": k}, {}), tensor)[0]
+        return buffer_shape(Parameters(plan, {"m": m, "n": n, "k": k}, {}), tensor)[0]
 
     return name, shape, plan.buffer(name).dtype
 

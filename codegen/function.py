@@ -1,0 +1,150 @@
+"""One PrimFunc under construction: its parameters, how an element of a declared tensor is read, and its outer loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from qdsl.codegen.plan import Plan
+from qdsl.codegen.tir import decode, dtype_of, i64, load, storage
+from qdsl.scheme import Extent, Gather, Group, Index, Tensor, Var
+
+THREADS = 128  # of a CUDA block, one piece of work each
+
+
+@dataclass
+class Parameters:
+    """The buffers of one function, and how an element of a declared tensor is read from them."""
+
+    plan: Plan
+    sizes: dict[str, tirx.Expr]
+    buffers: dict[str, tirx.Buffer]
+
+    def element(self, name: str, at: Mapping[str, tirx.Expr]) -> tirx.Expr:
+        """The tensor's element for the point `at` (axis name -> position); absent optional tensors read as 0."""
+        tensor = self.plan.scheme.tensor(name)
+        index = [self.position(i, at) for i in tensor.index]
+        buffer = self.buffers[name]
+        if not tensor.loaded:
+            value = buffer[tuple(index)] if index else buffer[0]
+            return decoded(tensor, value)
+        shape = [self.extent(i) for i in tensor.index]
+        value = load(buffer, self.plan.buffer(name), tensor.dtype, index, shape) if index else decoded(tensor, buffer[0])
+        if tensor.optional:
+            return T.if_then_else(buffer.shape[0] > i64(0), value, tirx.const(0, dtype_of(value)))
+        return value
+
+    def position(self, i: Index, at: Mapping[str, tirx.Expr]) -> tirx.Expr:
+        match i:
+            case Var(axis):
+                return at[axis]
+            case Group(_, None):
+                return i64(0)
+            case Group(axis, size):
+                return T.floordiv(at[axis], i64(size))
+            case Gather(tensor):
+                return T.cast(self.element(tensor, at), "int64")
+        raise AssertionError(f"no position for {i}")
+
+    def extent(self, i: Index) -> tirx.Expr:
+        match i:
+            case Var(axis):
+                return self.sizes[axis]
+            case Group(_, None):
+                return i64(1)
+            case Group(axis, size):
+                return T.floordiv(self.sizes[axis] + i64(size - 1), i64(size))
+            case Gather(tensor):
+                return self.extent(self.plan.scheme.tensor(tensor).extent)
+            case Extent(size):
+                return i64(size)
+        raise AssertionError(f"no extent for {i}")
+
+
+def decoded(tensor: Tensor, value: tirx.Expr) -> tirx.Expr:
+    """An unpacked element of a buffer as a number: float32, or int32 for integers."""
+    if tensor.dtype.bits <= 8:
+        return decode(tensor.dtype, T.cast(value, "uint32"))
+    return T.cast(value, "float32") if tensor.dtype.is_float else value
+
+
+@contextmanager
+def open_function(plan: Plan, name: str, args: tuple[str, ...]) -> Iterator[tuple[IRBuilder, Parameters]]:
+    """Open a PrimFunc with one buffer for each argument."""
+    scheme = plan.scheme
+    sizes = {a: tirx.Var(a.upper(), "int64") for a in ("m", "n", "k")}
+    own = Parameters(plan, sizes, {})
+    out = storage(scheme.output.dtype)
+    with IRBuilder() as builder, T.prim_func(False, plan.target.kind == "cpu", False):
+        T.func_name(name)
+        T.func_attr({"global_symbol": name, "tirx.noalias": True})
+        handles = {arg: IRBuilder.name(f"{arg}_handle", T.arg(arg, T.handle())) for arg in args}
+        for arg, handle in handles.items():
+            if arg in ("x", "y"):
+                shape, dtype = (sizes["m"], sizes["k" if arg == "x" else "n"]), out
+            else:
+                tensor = scheme.tensor(arg)
+                shape, dtype = buffer_shape(own, tensor)
+            own.buffers[arg] = IRBuilder.name(arg, T.match_buffer(handle, shape, dtype))
+        yield builder, own
+
+
+def buffer_shape(own: Parameters, tensor: Tensor) -> tuple[tuple, str]:
+    shape = [own.extent(i) for i in tensor.index]
+    if not tensor.loaded:
+        return tuple(shape) or (i64(1),), storage(tensor.dtype)
+    declared = own.plan.buffer(tensor.name)
+    if tensor.optional:
+        return tuple(tirx.Var(f"{tensor.name}_{at}", "int64") for at in range(len(shape))), declared.dtype
+    stored = declared.layout.stored_shape([_Ceiling(s) for s in shape])
+    return tuple(_plain(s) for s in stored) or (i64(1),), declared.dtype
+
+
+class _Ceiling:
+    """A symbolic size whose `-(-size // rest)`, the layout's ceiling, is spelled as TIR likes it."""
+
+    def __init__(self, value: tirx.Expr, negative: bool = False):
+        self.value, self.negative = value, negative
+
+    def __neg__(self) -> _Ceiling:
+        return _Ceiling(self.value, not self.negative)
+
+    def __floordiv__(self, rest: int) -> _Ceiling:
+        return _Ceiling(T.floordiv(self.value + i64(rest - 1), i64(rest)) if rest > 1 else self.value, self.negative)
+
+    def __mul__(self, other) -> _Ceiling:
+        return _Ceiling(self.value * _plain(other))
+
+    __rmul__ = __mul__
+
+
+def _plain(size) -> tirx.Expr:
+    return size.value if isinstance(size, _Ceiling) else i64(size) if isinstance(size, int) else size
+
+
+@contextmanager
+def each(plan: Plan, count: tirx.Expr) -> Iterator[tirx.Expr]:
+    """`count` independent pieces of work: a parallel loop, or one CUDA thread each."""
+    if plan.target.kind == "cpu":
+        with T.parallel(i64(0), count) as i:
+            yield i
+        return
+    T.device_entry()
+    block = T.cta_id([T.cast(T.truncdiv(count + i64(THREADS - 1), i64(THREADS)), "int32")])
+    thread = T.thread_id([THREADS])
+    i = T.cast(block, "int64") * i64(THREADS) + T.cast(thread, "int64")
+    with T.If(i < count), T.Then():
+        yield i
+
+
+def local(shape: tuple[int, ...], dtype: str) -> tirx.Buffer:
+    return T.alloc_buffer(shape, dtype, scope="local")
+
+
+def store(buffer: tirx.Buffer, value: tirx.Expr, *index) -> None:
+    T.buffer_store(buffer, value, list(index))
