@@ -16,7 +16,9 @@ from tvm.backend.cuda.host import export_cuda_host
 from tvm.tirx.script import builder as T
 
 from qdsl.codegen.cuda import mma
-from qdsl.codegen.cuda.mma import Stage, Tile, Weight
+from qdsl.codegen.cuda.stage import SHARED, Stage, fitted, pool_bytes
+from qdsl.codegen.cuda.tile import Tile
+from qdsl.codegen.cuda.weight import HALVES, Weight
 
 TILES = {tile.name: tile for tile in mma.tiles()}
 AWKWARD = Weight("float16", 0, "float32", "float32", 16, False)  # the most bytes of scales and zeros
@@ -34,9 +36,9 @@ def as_float(compute: str, bits: np.ndarray) -> np.ndarray:
     return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
 
 
-@pytest.mark.parametrize("compute", mma.HALVES)
+@pytest.mark.parametrize("compute", HALVES)
 def test_bit_tricks_are_exact(compute):
-    half, q = mma.HALVES[compute], np.arange(16)
+    half, q = HALVES[compute], np.arange(16)
     assert as_float(compute, np.array([half.one])) == 1
     assert np.array_equal(as_float(compute, half.magic | q), half.bias + q)
     if half.wide == 16:
@@ -68,8 +70,8 @@ def test_tiles_fit_every_gpu(name):
     tile = TILES[name]
     assert tile.threads <= 1024
     for weight in (Weight("bfloat16", 8, None, "bfloat16", 128, False), AWKWARD):
-        small = mma.fitted(weight, tile)
-        assert mma.pool_bytes(weight, small) <= mma.SHARED
+        small = fitted(weight, tile)
+        assert pool_bytes(weight, small) <= SHARED
         stage = Stage(weight, small)
         assert stage.offset() % 128 == 0 and stage.offset("x") % 128 == 0 and stage.offset("scale") % 16 == 0
 
@@ -94,7 +96,7 @@ def test_a_step_lies_in_one_group_and_is_short(group, correct, slice_, step):
 
 @pytest.mark.parametrize("zero", [None, "u4", "float16"])
 @pytest.mark.parametrize("group", [16, 32, 64, 192, None])
-@pytest.mark.parametrize("compute", mma.HALVES)
+@pytest.mark.parametrize("compute", HALVES)
 def test_sources(compute, group, zero):
     weight = Weight(compute, 0 if zero else 8, zero, compute, group, signed=zero is None)
     functions = {name: mma.lower(name, weight, TILES[name]) for name in ("m1", "m64")}

@@ -1,0 +1,46 @@
+"""Shorthands for TVM's script builder: PTX instructions, registers, conditions, 64-bit indices."""
+
+from __future__ import annotations
+
+from contextlib import contextmanager
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+
+def ptx(instruction: str, *operands, **options):
+    """One instruction; operands that it writes come first."""
+    T.evaluate(T.ptx[instruction](*operands, **options))
+
+
+@contextmanager
+def when(condition):
+    """An if without an else, around the body of a `with`."""
+    with T.If(condition), T.Then():
+        yield
+
+
+def assign(buffer, i: int, value):
+    T.buffer_store(buffer, value, [i])
+
+
+def register(dtype: str, value):
+    """A register with that value."""
+    buffer = T.alloc_local([1], dtype)
+    assign(buffer, 0, value)
+    return buffer
+
+
+def zeros(n: int, dtype: str):
+    buffer = T.alloc_local([n], dtype)
+    for i in range(n):
+        assign(buffer, i, tirx.const(0, dtype))
+    return buffer
+
+
+def wide(index):
+    return T.cast(index, "int64")
+
+
+def ceildiv(extent, size: int):
+    return tirx.truncdiv(extent + (size - 1), tirx.IntImm("int64", size))

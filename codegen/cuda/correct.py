@@ -1,0 +1,184 @@
+"""Registers -> accumulators, over one step: the extent along k that shares one scale and zero (`Stage.step`).
+
+Scale and zero meet the codes in one of two places (`Tile.correct`): few tokens correct the sums of a group
+(SumStep), many tokens correct the weights (WeightStep). Either way `begin` loads scale and zero, `multiply` takes
+16 of k of one feature tile, and after `end` the accumulators have it all.
+"""
+
+from __future__ import annotations
+
+from tvm.tirx.script import builder as T
+
+from qdsl.codegen.cuda.builder import assign, ptx
+from qdsl.codegen.cuda.fragments import biased, mma
+from qdsl.codegen.cuda.kernel import Kernel
+from qdsl.codegen.cuda.stage import group_bytes
+
+
+class SumStep:
+    """A step that multiplies bias + factor * q and corrects the sum:
+
+        acc += scale * (sum - (bias + factor * zero) * row_sum)
+
+    One more mma, with ones as A, gives row_sum, the sum of x. Registers 1 and 3, features c + 8, may hold 16
+    times their values (Weight.factor); that factor is divided out of the partial sums, exactly.
+    """
+
+    def __init__(self, k: Kernel):
+        self.k, self.tile, self.weight = k, k.tile, k.weight
+        tokens, features = self.tile.token_tiles, self.tile.feature_tiles
+        self.sums = T.alloc_local([4 * features * tokens], "float32")
+        self.row_sums = T.alloc_local([4 * tokens], "float32")
+        self.a = T.alloc_local([4], "uint32")
+        self.scale = T.alloc_local([2 * features], "float32")
+        self.shift = T.alloc_local([2 * features], "float32")
+        self.start = True
+
+    def begin(self, views, slot, step: int):
+        self.start = True
+        for f in range(self.tile.feature_tiles):
+            words = _load_groups(self.k, views, slot, f, step)
+            if self.weight.scale:
+                for r, value in enumerate(_floats(self.weight.scale, words["scale"])):
+                    assign(self.scale, 2 * f + r, value)
+            for r, value in enumerate(self._shifts(words.get("zero"))):
+                assign(self.shift, 2 * f + r, value)
+
+    def _shifts(self, words):
+        weight = self.weight
+        factors = [weight.factor(r) for r in range(2)]
+        constants = [weight.half.bias + factor * weight.offset for factor in factors]
+        if words is None:
+            return [T.float32(constant) for constant in constants]
+        if weight.zero != "u4":
+            zeros = _floats(weight.zero, words)
+            return [zeros[r] * T.float32(factors[r]) + T.float32(constants[r]) for r in range(2)]
+        upper = words[0] & T.uint32(0xF0) if factors[1] == 16 else words[0] >> T.uint32(4)
+        # An integer below 2^23 or-ed into the bits of 2^23 is 2^23 plus that integer.
+        floats = [T.reinterpret("float32", n | T.uint32(0x4B000000)) for n in (words[0] & T.uint32(15), upper)]
+        return [floats[r] + T.float32(constants[r] - 2**23) for r in range(2)]
+
+    def multiply(self, acc, f: int, word, operands):
+        for register in range(4):
+            biased(self.weight, word, register, self.a[register])
+        a = [self.a[register] for register in range(4)]
+        operands = operands[: self.tile.token_tiles]
+        for j, b in enumerate(operands):
+            mma(self.weight, self.sums, 4 * (f * len(operands) + j), a, b, self.start)
+        if f == self.tile.feature_tiles - 1:
+            ones = [T.uint32(self.weight.half.one * 0x10001)] * 4
+            for j, b in enumerate(operands):
+                mma(self.weight, self.row_sums, 4 * j, ones, b, self.start)
+            self.start = False
+
+    def end(self, acc):
+        tokens = self.tile.token_tiles
+        for f in range(self.tile.feature_tiles):
+            for j in range(tokens):
+                for i in self.tile.registers:
+                    at, r = 4 * (f * tokens + j) + i, 2 * f + i // 2
+                    value = self.sums[at] - self.shift[r] * self.row_sums[4 * j + i % 2]
+                    assign(acc, at, acc[at] + (self.scale[r] * value if self.weight.scale else value))
+
+
+class WeightStep:
+    """A step that multiplies finished weights: (bias + q) - (bias + zero), exact, times scale, rounded once.
+
+    Integer zeros and scales of the compute type stay in packed 16-bit arithmetic; other types take the way
+    through float32, where the difference and the product are rounded to 16 bits together.
+    """
+
+    def __init__(self, k: Kernel):
+        self.k, self.tile, self.weight = k, k.tile, k.weight
+        self.packed = self.weight.zero in (None, "u4") and self.weight.scale in (None, self.weight.compute)
+        dtype = "uint32" if self.packed else "float32"
+        self.a = T.alloc_local([4], "uint32")
+        self.scale = T.alloc_local([2 * self.tile.feature_tiles], dtype)
+        self.shift = T.alloc_local([2 * self.tile.feature_tiles], dtype)
+
+    def begin(self, views, slot, step: int):
+        for f in range(self.tile.feature_tiles):
+            words = _load_groups(self.k, views, slot, f, step)
+            if self.packed:
+                self._pack(f, words)
+                continue
+            for role, target in (("scale", self.scale), ("zero", self.shift)):
+                if role in words:
+                    for r, value in enumerate(_floats(self.weight.grouped[role], words[role])):
+                        assign(target, 2 * f + r, value)
+
+    def _pack(self, f: int, words):
+        """Scale and -(bias / factor + zero) as packed pairs of equal halves.
+
+        From bias / factor upwards halves are equidistant in value and in bits: integers are added to bits.
+        """
+        half, offset = self.weight.half, self.weight.offset
+        for r in range(2):
+            shrink = 4 if self.weight.factor(r) == 16 else 0
+            bits = 0x8000 + half.magic - (shrink << 10) + (offset << shrink)
+            shift = T.uint32(bits * 0x10001)
+            if self.weight.zero:
+                nibble = words["zero"][0] & T.uint32(15) if r == 0 else words["zero"][0] >> T.uint32(4)
+                shift = ((nibble << T.uint32(shrink)) + T.uint32(bits)) * T.uint32(0x10001)
+            assign(self.shift, 2 * f + r, shift)
+            if self.weight.scale:
+                word = words["scale"][0]
+                ptx("prmt.b32", self.scale[2 * f + r], word, word, T.uint32(0x3232 if r else 0x1010))
+
+    def multiply(self, acc, f: int, word, operands):
+        for register in range(4):
+            (self._packed_pair if self.packed else self._float_pair)(f, word, register)
+        a = [self.a[register] for register in range(4)]
+        operands = operands[: self.tile.token_tiles]
+        for j, b in enumerate(operands):
+            mma(self.weight, acc, 4 * (f * len(operands) + j), a, b, start=False)
+
+    def _packed_pair(self, f: int, word, register: int):
+        half, out, r = self.weight.half, self.a[register], 2 * f + register % 2
+        shrink = 4 if self.weight.factor(register) == 16 else 0
+        fma, inverse = f"fma.rn.{half.ptx}x2", T.uint32((half.one - (shrink << 10)) * 0x10001)
+        biased(self.weight, word, register, out)
+        ptx(fma, out, out, inverse, self.shift[r])
+        if self.weight.scale:
+            ptx(fma, out, out, self.scale[r], T.uint32(0x80008000))
+
+    def _float_pair(self, f: int, word, register: int):
+        r, flip = 2 * f + register % 2, 8 if self.weight.signed else 0
+        values = []
+        for p in range(2):
+            nibble = (word >> T.uint32(16 * p + 4 * register)) & T.uint32(15)
+            value = T.reinterpret("float32", nibble ^ T.uint32(0x4B000000 + flip))
+            value = value - T.float32(2**23 + self.weight.offset)
+            if self.weight.zero:
+                value = value - self.shift[r]
+            values.append(value * self.scale[r] if self.weight.scale else value)
+        ptx(f"cvt.rn.{self.weight.half.ptx}x2.f32", self.a[register], values[1], values[0])
+
+    def end(self, acc):
+        pass
+
+
+def _load_groups(k: Kernel, views, slot, f: int, step) -> dict[str, list]:
+    """By role, the words of feature tile f that hold the values of features c and c + 8."""
+    loaded = {}
+    for role, dtype in k.weight.grouped.items():
+        count = 2 if dtype == "float32" else 1
+        words = T.alloc_local([count], "uint32")
+        at = k.lane // 4 * (group_bytes(dtype) // 8)
+        address = views[role].ptr(slot, k.feature_warp * k.tile.feature_tiles + f, step, at)
+        loaded[role] = [words[i] for i in range(count)]
+        load = "u8" if dtype == "u4" else "v2.b32" if count == 2 else "b32"
+        ptx(f"ld.shared.{load}", *loaded[role], address)
+    return loaded
+
+
+def _floats(dtype: str, words) -> list:
+    """Loaded words -> the float32 values of features c and c + 8."""
+    if dtype == "u4":
+        return [T.cast(nibble, "float32") for nibble in (words[0] & T.uint32(15), words[0] >> T.uint32(4))]
+    if dtype == "float32":
+        return [T.reinterpret("float32", word) for word in words]
+    low, high = words[0] & T.uint32(0xFFFF), words[0] >> T.uint32(16)
+    if dtype == "bfloat16":
+        return [T.reinterpret("float32", half << T.uint32(16)) for half in (low, high)]
+    return [T.cast(T.reinterpret("float16", T.cast(half, "uint16")), "float32") for half in (low, high)]

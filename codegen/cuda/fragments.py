@@ -1,0 +1,78 @@
+"""Registers of mma.m16n8k16: codes and tokens out of a stage, codes as 16-bit floats, the instruction.
+
+Output features are the 16-row side (A) of mma.m16n8k16, tokens its 8-column side (B):
+
+             k: 2t 2t+1   8+2t 8+2t+1            token: 2t   2t+1
+    feature c   [ reg 0 ]  [ reg 2 ]                  [ d0 ] [ d1 ]     lane = 4 c + t
+    feature c+8 [ reg 1 ]  [ reg 3 ]                  [ d2 ] [ d3 ]     c = 0..7, t = 0..3
+
+The codes are stored as these registers, so a lane's codes for 16 features by 64 of k are one 16-byte load:
+
+    q[o, i, lane = 4 c + t, s] holds feature 16 o + 8 r + c, input 64 i + 16 s + 8 h + 2 t + p
+                               in nibble 4 p + 2 h + r:    bit 28  24  20  16  12   8   4   0
+                                                             p  1   1   1   1   0   0   0   0
+                                                      register  3   2   1   0   3   2   1   0
+
+and one mask takes both 16-bit halves of a register out of a word. Scales are [o, k // group, c, r]; zeros
+likewise, or as nibbles r of the bytes [o, k // group, c].
+"""
+
+from __future__ import annotations
+
+from tvm.tirx.script import builder as T
+
+from qdsl.codegen.cuda.builder import ptx
+from qdsl.codegen.cuda.kernel import Kernel
+from qdsl.codegen.cuda.weight import Weight
+
+
+def load_codes(k: Kernel, view, slot, i):
+    """The lane's words of k tile i: four per feature tile."""
+    words = []
+    for f in range(k.tile.feature_tiles):
+        registers = T.alloc_local([4], "uint32")
+        address = view.ptr(slot, k.feature_warp * k.tile.feature_tiles + f, i, k.lane, 0)
+        words.append([registers[s] for s in range(4)])
+        ptx("ld.shared.v4.b32", *words[-1], address)
+    return words
+
+
+def load_tokens(k: Kernel, view, slot, first, s: int, loaded):
+    """The B fragments of time s after k tile `first`: a pair of registers per token tile.
+
+    An ldmatrix.x4 reads four 8 x 8 matrices, lane l naming row l % 8 of matrix l // 8: both k halves of two
+    token tiles or, if there is one token tile, of two times. Fewer than 8 tokens are repeated to fill one.
+    """
+    tile, row0 = k.tile, k.token_warp * (8 * k.tile.token_tiles)
+    pairs = []
+    if tile.token_tiles == 1 and s % 2:
+        return loaded[s - 1][1:]
+    for j in range(0, tile.token_tiles, 2):
+        if tile.token_tiles == 1:
+            row, piece = k.lane % min(8, tile.tokens), k.lane // 8
+        else:
+            row, piece = 8 * j + k.lane // 16 * 8 + k.lane % 8, k.lane // 8 % 2
+        b = T.alloc_local([4], "uint32")
+        swizzled = piece ^ (row % 8) ^ (2 * s % 8)  # where FillTokens puts piece + 2 s, modulo 8
+        address = view.ptr(slot, row0 + row, (first + s // 4) * 64 + swizzled * 8)
+        ptx("ldmatrix.sync.aligned.m8n8.x4.shared.b16", *(b[i] for i in range(4)), address)
+        pairs += [(b[0], b[1]), (b[2], b[3])]
+    return pairs
+
+
+def biased(weight: Weight, word, register: int, out):
+    """out = register 0..3 of the A fragment in `word`: both halves are bias + factor * q."""
+    taken = 4 if weight.factor(register) > 1 else 0
+    shift = 4 * register - taken
+    pattern = weight.half.magic ^ (8 << taken if weight.signed else 0)
+    shifted = word >> T.uint32(shift) if shift else word
+    mask = (0xF << taken) * 0x10001
+    ptx("lop3.b32", out, shifted, T.uint32(mask), T.uint32(pattern * 0x10001), 0x6A)  # (a & b) ^ c
+
+
+def mma(weight: Weight, d, first: int, a, b, start: bool):
+    """d[first : first + 4] += a b; with `start`, = a b."""
+    half = weight.half.ptx
+    out = [d[first + i] for i in range(4)]
+    c = [T.float32(0)] * 4 if start else out
+    ptx(f"mma.sync.aligned.m16n8k16.row.col.f32.{half}.{half}.f32", *out, *a, *b, *c)

@@ -1,0 +1,63 @@
+"""What every part of a kernel refers to while its body is built."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from qdsl.codegen.cuda.tile import Tile
+from qdsl.codegen.cuda.weight import Weight
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """The names in scope while a body is built. Sizes and ids are int32; row bases are computed in int64."""
+
+    weight: Weight
+    tile: Tile
+    x: tirx.Buffer
+    q: tirx.Buffer
+    grouped: Mapping[str, tirx.Buffer]  # scale and zero by role
+    M: tirx.Expr
+    N: tirx.Expr
+    K: tirx.Expr
+    m0: tirx.Expr  # first token of the CTA
+    o0: tirx.Expr  # first tile of 16 features of the CTA
+    thread: tirx.Expr
+    aligned: tirx.Expr  # rows of x begin on 16-byte boundaries
+    pool: tirx.Buffer
+
+    @property
+    def k_tiles(self):
+        return (self.K + 63) >> 6
+
+    @property
+    def o_tiles(self):
+        return (self.N + 15) >> 4
+
+    @property
+    def team(self):
+        return self.thread // self.tile.team_threads
+
+    @property
+    def team_thread(self):
+        return self.thread % self.tile.team_threads
+
+    @property
+    def lane(self):
+        return self.thread % 32
+
+    @property
+    def token_warp(self):
+        return self.thread // 32 % self.tile.split[0]
+
+    @property
+    def feature_warp(self):
+        return self.thread // (32 * self.tile.split[0]) % self.tile.split[1]
+
+    def shared(self, shape, dtype):
+        """The pool as an array."""
+        return T.decl_buffer(shape, dtype, data=self.pool.data, scope="shared.dyn")

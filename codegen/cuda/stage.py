@@ -1,0 +1,243 @@
+"""Shared memory: what a stage of the ring holds, and the cp.async copies from global memory that fill it.
+
+Each thread of a team copies the same places of every slice. Where its first one lies is computed once, in
+64 bits, and then advanced from slice to slice; the others are at distances that are constants or multiples
+of a row. What lies outside of a tensor becomes zero.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from qdsl.codegen.cuda.builder import assign, ceildiv, ptx, register, wide
+from qdsl.codegen.cuda.kernel import Kernel
+from qdsl.codegen.cuda.tile import Tile
+from qdsl.codegen.cuda.weight import BYTES, Weight
+
+ITEM_BYTES = {**BYTES, "uint32": 4, "uint8": 1}
+SHARED = 99 * 1024  # bytes that one CTA can have on every GPU since sm_80
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one stage holds, operand after operand. Shared memory begins with the stages of all teams."""
+
+    weight: Weight
+    tile: Tile
+
+    @property
+    def step(self) -> int:
+        """Extent along k that shares one scale and zero, within one stage.
+
+        A sum that is corrected afterwards is at most 128 long: the codes are off by up to 1024, and a longer
+        sum of such numbers loses the bits that matter.
+        """
+        longest = min(64 * self.tile.slice, 128) if self.tile.correct == "sums" else 64
+        return math.gcd(self.weight.group or longest, longest)
+
+    @property
+    def steps(self) -> int:
+        return 64 * self.tile.slice // self.step
+
+    @property
+    def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
+        """Shape and type by operand."""
+        tile = self.tile
+        blocks = tile.features // 16
+        shapes = {
+            "q": ((blocks, tile.slice, 32, 4), "uint32"),
+            "x": ((tile.tokens, 64 * tile.slice), self.weight.compute),
+        }
+        for role, dtype in self.weight.grouped.items():
+            shapes[role] = ((blocks, self.steps, group_bytes(dtype)), "uint8")
+        return shapes
+
+    def offset(self, operand: str | None = None) -> int:
+        """First byte of the operand; without an operand, the bytes of a stage.
+
+        Stages, q and x begin on 128 bytes: copies that straddle those lines of shared memory were measured to
+        cost up to a third of the speed. Scales and zeros are small and begin on 16 bytes.
+        """
+        end = 0
+        for name, (shape, dtype) in self.shapes.items():
+            if name == operand:
+                return end
+            end += -(-math.prod(shape) * ITEM_BYTES[dtype] // 16) * 16
+        return -(-end // 128) * 128
+
+
+def group_bytes(dtype: str) -> int:
+    """Bytes of one group of 16 features."""
+    return 8 if dtype == "u4" else 16 * BYTES[dtype]
+
+
+def pool_bytes(weight: Weight, tile: Tile) -> int:
+    """Shared memory of a CTA: the stages, and later the partial sums in their place."""
+    return max(tile.teams * tile.stages * Stage(weight, tile).offset(), 4 * math.prod(tile.partials))
+
+
+def fitted(weight: Weight, tile: Tile) -> Tile:
+    """The tile with as many stages, then as long slices, as fit into shared memory."""
+    while pool_bytes(weight, tile) > SHARED:
+        if tile.stages > 2:
+            tile = replace(tile, stages=tile.stages - 1)
+        else:
+            assert tile.slice > 1, f"{tile}: needs {pool_bytes(weight, tile)} bytes of shared memory"
+            tile = replace(tile, slice=tile.slice // 2)
+    return tile
+
+
+@dataclass(frozen=True)
+class View:
+    """One operand in the stages of the thread's team."""
+
+    buffer: tirx.Buffer  # [team, stage, number]
+    team: tirx.Expr
+    start: int
+    shape: tuple[int, ...]
+
+    def index(self, stage, *index) -> list:
+        flat = 0
+        for i, extent in zip(index, self.shape, strict=True):
+            flat = flat * extent + i
+        return [self.team, stage, self.start + flat]
+
+    def ptr(self, stage, *index):
+        return self.buffer.ptr_to(self.index(stage, *index))
+
+
+def declare_views(k: Kernel) -> dict[str, View]:
+    """The stages, by operand."""
+    stage, views = Stage(k.weight, k.tile), {}
+    for operand, (shape, dtype) in stage.shapes.items():
+        item = ITEM_BYTES[dtype]
+        buffer = k.shared((k.tile.teams, k.tile.stages, stage.offset() // item), dtype)
+        views[operand] = View(buffer, k.team, stage.offset(operand) // item, shape)
+    return views
+
+
+class FillCodes:
+    """16-byte pieces, one per lane of a block: a block is 16 features by 64 of k."""
+
+    def __init__(self, k: Kernel, view, first):
+        self.k, self.view = k, view
+        warp = k.team_thread // 32
+        self.f, self.i = warp // k.tile.slice, warp % k.tile.slice
+        self.position = register("int32", first + self.i)
+        block = wide(k.o0 + self.f) * self._row() + wide(first + self.i)
+        self.offset = register("int64", block * 128 + wide(k.lane * 4))
+
+    def _row(self):
+        return ceildiv(wide(self.k.K), 64)
+
+    def start(self, slot):
+        k, tile = self.k, self.k.tile
+        warps, blocks = tile.team_threads // 32, tile.features // 16 * tile.slice
+        for n in range(-(-blocks // warps)):
+            f, i = divmod(n * warps, tile.slice)
+            source = k.q.ptr_to([0, 0, 0, self.offset[0] + (f * self._row() + i) * 128])
+            inside = tirx.all(k.o0 + self.f + f < k.o_tiles, self.position[0] + i < k.k_tiles)
+            target = self.view.ptr(slot, self.f + f, self.i + i, k.lane, 0)
+            _copy(target, source, 16, inside, None if warps <= blocks else k.team_thread < 32 * blocks)
+
+    def advance(self, tiles: int):
+        assign(self.position, 0, self.position[0] + tiles)
+        assign(self.offset, 0, self.offset[0] + tiles * 128)
+
+
+class FillGroups:
+    """Pieces of up to 16 bytes of the scales or zeros of 16 features and one group."""
+
+    def __init__(self, k: Kernel, role: str, view, first):
+        self.k, self.view, self.source, self.dtype = k, view, k.grouped[role], k.weight.grouped[role]
+        self.stage = Stage(k.weight, k.tile)
+        self.width = min(16, group_bytes(self.dtype))
+        self.pieces = group_bytes(self.dtype) // self.width
+        self.numbers = math.prod(int(n) for n in self.source.shape[2:])  # numbers of one group
+        item = k.team_thread
+        self.f = item // (self.stage.steps * self.pieces)
+        self.step, self.piece = item // self.pieces % self.stage.steps, item % self.pieces
+        self.position = register("int32", first * 64 + self.step * self.stage.step)
+        offset = wide(k.o0 + self.f) * self._row() + wide(self.piece * (self.numbers // self.pieces))
+        self.offset = T.alloc_local([1], "int64")
+        ptx("mov.b64", self.offset[0], offset)  # what asm returns is kept, not computed again in every round
+
+    def _row(self):
+        return self.source.shape[1] * self.numbers
+
+    def start(self, slot):
+        k, threads, steps = self.k, self.k.tile.team_threads, self.stage.steps
+        total = k.tile.features // 16 * steps * self.pieces
+        for n in range(-(-total // threads)):
+            f, rest = divmod(n * threads, steps * self.pieces)
+            step = rest // self.pieces
+            position = self.position[0] + step * self.stage.step
+            g = T.cast(position, "uint32") // T.uint32(k.weight.group) if k.weight.group else T.int32(0)
+            zeros = [0] * (len(self.source.shape) - 1)
+            source = self.source.ptr_to([*zeros, self.offset[0] + f * self._row() + wide(g) * self.numbers])
+            inside = tirx.all(k.o0 + self.f + f < k.o_tiles, position < k.K)
+            target = self.view.ptr(slot, self.f + f, self.step + step, self.piece * self.width)
+            _copy(target, source, self.width, inside, None if total >= threads else k.team_thread < total)
+
+    def advance(self, tiles: int):
+        assign(self.position, 0, self.position[0] + tiles * 64)
+
+
+class FillTokens:
+    """Pieces of eight numbers of a row of x; number by number if the pieces are not aligned.
+
+    Piece c of row r is stored as piece c ^ (r % 8): the 8 rows that ldmatrix reads at once are in different
+    banks, and no row leaves its 128-byte lines. Where r = r0 + r1 without carries, as below, that is
+    (c ^ r0 % 8) ^ (r1 % 8).
+    """
+
+    def __init__(self, k: Kernel, view, first):
+        self.k, self.view = k, view
+        self.pieces = 8 * k.tile.slice
+        self.r, self.c = k.team_thread // self.pieces, k.team_thread % self.pieces
+        self.column = register("int32", first * 64 + self.c * 8)
+        self.offset = register("int64", wide(k.m0 + self.r) * wide(k.K) + wide(self.column[0]))
+
+    def start(self, slot):
+        with T.If(self.k.aligned):
+            with T.Then():
+                self._start_pieces(slot)
+            with T.Else():
+                self._copy_numbers(slot)
+
+    def _start_pieces(self, slot):
+        k, threads = self.k, self.k.tile.team_threads
+        total = k.tile.tokens * self.pieces
+        for n in range(-(-total // threads)):
+            r, c = divmod(n * threads, self.pieces)
+            source = k.x.ptr_to([0, self.offset[0] + (r * wide(k.K) + c * 8)])
+            inside = tirx.all(r < k.M - k.m0 - self.r, self.column[0] + c * 8 < k.K)
+            target = self.view.ptr(slot, self.r + r, (self.c ^ (self.r % 8) ^ (r % 8)) * 8 + c * 8)
+            _copy(target, source, 16, inside, None if total >= threads else k.team_thread < total)
+
+    def _copy_numbers(self, slot):
+        k, threads, columns = self.k, self.k.tile.team_threads, 8 * self.pieces
+        first = self.column[0] - self.c * 8
+        with T.serial(0, k.tile.tokens * columns // threads, unroll=False) as i:
+            item = i * threads + k.team_thread
+            r, c = item // columns, item % columns
+            inside = tirx.all(k.m0 + r < k.M, first + c < k.K)
+            number = k.x[wide(k.m0 + r), wide(first + c)]
+            value = T.if_then_else(inside, number, tirx.const(0, k.weight.compute))
+            T.buffer_store(self.view.buffer, value, self.view.index(slot, r, c ^ (r % 8 * 8)))
+
+    def advance(self, tiles: int):
+        assign(self.column, 0, self.column[0] + tiles * 64)
+        assign(self.offset, 0, self.offset[0] + tiles * 64)
+
+
+def _copy(target, source, width: int, inside, exists):
+    """cp.async of `width` bytes, or of zeros unless `inside`; none at all unless `exists` (None: it does)."""
+    size = T.if_then_else(inside, T.uint32(width), T.uint32(0))
+    options = {} if exists is None else {"pred": exists}
+    cache = "cg" if width == 16 else "ca"
+    ptx(f"cp.async.{cache}.shared.global", target, source, width, size, **options)

@@ -1,0 +1,69 @@
+"""How the work is cut: the part of y that one CTA computes, its warps, teams and stages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Tile:
+    """The part of y that one CTA computes, and how its warps share the work."""
+
+    name: str
+    m_max: int | None  # meant for M up to this (right for every M); None: no limit
+    correct: str  # where scale and zero are applied: "sums" or "weights"
+    tokens: int  # tokens of one CTA
+    features: int  # output features of one CTA
+    split: tuple[int, int, int]  # warps of a team along tokens and features, teams along k
+    slice: int  # tiles of 64 along k in one stage
+    stages: int  # stages of a team's ring
+    resident: int  # CTAs that an SM must be able to hold: a limit on registers
+    k_max: int | None = None  # meant for K up to this (right for every K); None: no limit
+
+    def __post_init__(self):
+        assert self.correct in ("sums", "weights"), self
+        assert self.stages >= 2, f"{self}: one stage cannot be filled while it is read"
+        assert self.team_threads == 32 or self.teams < 16, f"{self}: there are 16 barriers"
+        for extent in (self.tokens, self.features // 16, *self.split, self.slice):
+            assert extent and extent & (extent - 1) == 0, f"{self}: {extent} is not a power of two"
+
+    @property
+    def teams(self) -> int:
+        return self.split[2]
+
+    @property
+    def team_threads(self) -> int:
+        return 32 * self.split[0] * self.split[1]
+
+    @property
+    def threads(self) -> int:
+        return self.teams * self.team_threads
+
+    @property
+    def token_tiles(self) -> int:
+        """Tiles of 8 tokens of one warp."""
+        return -(-self.tokens // 8) // self.split[0]
+
+    @property
+    def feature_tiles(self) -> int:
+        """Tiles of 16 features of one warp."""
+        return self.features // 16 // self.split[1]
+
+    @property
+    def registers(self) -> tuple[int, ...]:
+        """Registers of an mma result that matter: i // 2 is feature c or c + 8, i % 2 token 2t or 2t + 1."""
+        return (0, 2) if self.tokens == 1 else (0, 1, 2, 3)
+
+    @property
+    def partials(self) -> tuple[int, int, int]:
+        """Shape of the partial sums; 4 words of padding put the lanes that store one register in 32 banks."""
+        return (self.teams, self.tokens, self.features + 4)
+
+    def __str__(self):
+        m = "any m" if self.m_max is None else f"m <= {self.m_max}"
+        m += "" if self.k_max is None else f", k <= {self.k_max}"
+        warps = "x".join(map(str, self.split))
+        return (
+            f"{self.name}: {m}, {self.tokens} tokens x {self.features} features, {warps} warps, "
+            f"{self.stages} stages of {64 * self.slice}, corrects {self.correct}"
+        )
