@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from qdsl.diagnostic import CheckpointError, Error, closest
-from qdsl.runtime.checkpoints import FORMATS, Choice, Module
+from qdsl.runtime.checkpoints import FORMATS, Choice, Module, unnamed
 from qdsl.runtime.linear import QuantLinear
 
 INDEX = "model.safetensors.index.json"
@@ -112,10 +112,10 @@ def _json(path: Path) -> dict[str, Any]:
 
 
 def _method(config: Mapping[str, Any], source: str) -> str:
-    """The format's name; old AWQ files have none and are told by their own words for bits and group."""
+    """The format's name, stated or told by its words."""
     stated = config.get("quant_method")
-    if stated is None and source == "quant_config.json" and "w_bit" in config:
-        return "awq"
+    if stated is None and (told := unnamed(config, source)):
+        return told
     method = str(stated or "").lower()
     if method not in FORMATS:
         hint = f"; did you mean `{match}`?" if (match := closest(method, FORMATS)) else ""

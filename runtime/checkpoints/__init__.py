@@ -54,3 +54,8 @@ from qdsl.runtime.checkpoints import awq  # noqa: E402  (the formats need the cl
 FORMATS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Module], Mapping[str, torch.Tensor]], Plan]] = {
     "awq": awq.plan,
 }
+
+
+def unnamed(config: Mapping[str, Any], source: str) -> str | None:
+    """The format of a configuration that does not name one: old AutoAWQ files, told by their own word for bits."""
+    return "awq" if source == "quant_config.json" and "w_bit" in config else None
