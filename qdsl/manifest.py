@@ -88,7 +88,7 @@ class Manifest:
         for name in ("params", "libraries", "toolchain", "digests"):
             if not isinstance(data[name], dict):
                 raise TypeError(f"`{name}` is not an object")
-        data["buffers"] = tuple(Buffer(b["tensor"], b["dtype"], _layout(b["layout"])) for b in data["buffers"])
+        data["buffers"] = tuple(Buffer(b["tensor"], b["dtype"], layout_from_json(b["layout"])) for b in data["buffers"])
         data["variants"] = tuple(
             Variant(v["name"], v["m_max"], tuple(Step(s["function"], tuple(s["args"])) for s in v["steps"]), v["k_max"])
             for v in data["variants"]
@@ -102,7 +102,9 @@ def plain_params(scheme: Scheme) -> dict[str, int | str]:
     return {name: str(v) if isinstance(v, DType) else v for name, v in scheme.params.items()}
 
 
-def _layout(data: Mapping) -> Layout:
+def layout_from_json(data: Mapping) -> Layout:
+    """The layout back from the object that `asdict` and JSON made of it."""
+
     def run(r: Mapping) -> Run:
         lanes = tuple(Lane(lane["name"], tuple(lane["order"]) if lane["order"] else None) for lane in r["lanes"])
         return Run(lanes, tuple(r["bits"]) if r["bits"] else None, r["pad"])
