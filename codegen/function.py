@@ -34,7 +34,9 @@ class Parameters:
             value = buffer[tuple(index)] if index else buffer[0]
             return decoded(tensor, value)
         shape = [self.extent(i) for i in tensor.index]
-        value = load(buffer, self.plan.buffer(name), tensor.dtype, index, shape) if index else decoded(tensor, buffer[0])
+        value = (
+            load(buffer, self.plan.buffer(name), tensor.dtype, index, shape) if index else decoded(tensor, buffer[0])
+        )
         if tensor.optional:
             return T.if_then_else(buffer.shape[0] > i64(0), value, tirx.const(0, dtype_of(value)))
         return value

@@ -47,6 +47,11 @@ def _is_plain(layout: Layout) -> bool:
     )
 
 
+def signed(tensor: torch.Tensor) -> torch.Tensor:
+    """Unsigned words as signed ones of the same bits: torch's pickles of CUDA tensors know only the latter (2.11)."""
+    return tensor.view(torch.int32) if tensor.dtype == torch.uint32 else tensor
+
+
 def moved(tensor: torch.Tensor, fn) -> torch.Tensor:
     """fn of a tensor's bytes, so that only what fn does to the device takes effect."""
     raw = tensor.reshape(-1).view(torch.uint8)

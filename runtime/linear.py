@@ -23,7 +23,7 @@ from qdsl.manifest import Buffer, Manifest, plain_params
 from qdsl.runtime import repack, weight
 from qdsl.runtime.artifact import Kernel, find_artifact, refuse_in_capture, register
 from qdsl.runtime.artifact import kernel as kernel_of
-from qdsl.runtime.buffer import float_format, moved, plain_buffer, repacked, same_bits, spelled, torch_type
+from qdsl.runtime.buffer import float_format, moved, plain_buffer, repacked, same_bits, signed, spelled, torch_type
 from qdsl.runtime.op import linear, rows
 from qdsl.runtime.resolve import check_layer, check_table, kept_tensors, parsed, resolved, with_dtype
 from qdsl.runtime.state import Tag, tag
@@ -445,7 +445,7 @@ class QuantLinear(nn.Module):
         state = self.__dict__.copy()
         state["scheme"] = (self.scheme.text, self.scheme.name, tuple(plain_params(self.scheme).items()))
         state["_given"] = self._given and self._given.path
-        state["_buffers"] = {name: b for name, b in self._buffers.items() if name not in self._derived_names}
+        state["_buffers"] = {name: signed(b) for name, b in self._buffers.items() if name not in self._derived_names}
         state["_non_persistent_buffers_set"] = self._non_persistent_buffers_set - self._derived_names
         return {name: value for name, value in state.items() if name not in ("_keys", "_operands", "_wanted")}
 
@@ -456,6 +456,9 @@ class QuantLinear(nn.Module):
         self._given = open_artifact(path) if path is not None and (path / MANIFEST).is_file() else None
         self._wanted = kept_tensors(self.scheme, self._has_bias, self.phase)
         self._keys, self._operands, self._derived_names = {}, {}, set()
+        self._buffers = {
+            n: b.view(torch_type(self._held[n])) if n in self._held else b for n, b in self._buffers.items()
+        }
         self._settle(self.scheme, self.device, {name: (self._held[name], self._buffers[name]) for name in self._wanted})
 
     def _tag(self) -> Tag:
