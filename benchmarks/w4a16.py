@@ -67,7 +67,7 @@ def dense(scheme: qdsl.Scheme, artifact: Artifact, buffers: dict[str, torch.Tens
         if not tensor.optional:
             words = buffers[b.tensor].cpu().view(getattr(torch, f"uint{b.layout.word}")).numpy()
             patterns[b.tensor] = b.layout.unpack(words, tensor.shape({"m": 1, "n": n, "k": k, "e": 1}, scheme))
-    return torch.from_numpy(np.ascontiguousarray(qdsl.reference.decode_weight(scheme, patterns, n, k))).cuda()
+    return torch.from_numpy(np.array(qdsl.reference.decode_weight(scheme, patterns, n, k))).cuda()
 
 
 def median_us(call, copies: int) -> float:

@@ -30,6 +30,12 @@ class MainLoop:
     constant: int  # a zero point known at compile time
     group: int | None  # along k; None: one group
 
+    def __str__(self) -> str:
+        zero = self.zero or (str(self.constant) if self.constant else "")
+        core = f"({self.code} - {zero})" if zero else self.code
+        groups = "one group along k" if self.group is None else f"groups of {self.group} along k"
+        return f"tensor cores: {core}{f' * {self.scale}' if self.scale else ''}, {groups}"
+
 
 @dataclass(frozen=True)
 class Plan:

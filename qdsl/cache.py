@@ -165,8 +165,8 @@ def nvcc() -> str | None:
         return found
     with contextlib.suppress(metadata.PackageNotFoundError):
         for file in metadata.files("nvidia-cuda-nvcc") or ():
-            if file.name == "nvcc":
-                return str(file.locate())
+            if file.name == "nvcc" and os.access(found := str(file.locate()), os.X_OK):
+                return found
     return None
 
 
