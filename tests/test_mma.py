@@ -59,6 +59,7 @@ def test_tiles_print():
         "m1: m <= 1, 1 tokens x 32 features, 1x1x8 warps, 2 stages of 256, corrects sums",
         "m8: m <= 8, 8 tokens x 32 features, 1x1x4 warps, 2 stages of 256, corrects sums",
         "m16: m <= 16, 16 tokens x 32 features, 1x1x8 warps, 2 stages of 128, corrects sums",
+        "m32: m <= 32, 32 tokens x 32 features, 1x1x4 warps, 3 stages of 128, corrects weights",
         "m64: m <= 64, 32 tokens x 64 features, 1x1x4 warps, 2 stages of 128, corrects weights",
         "m256: m <= 256, 64 tokens x 64 features, 1x1x4 warps, 2 stages of 64, corrects weights",
         "any: any m, 128 tokens x 128 features, 2x2x1 warps, 2 stages of 128, corrects weights",
