@@ -53,5 +53,8 @@ def default_archs(kind: str) -> tuple[str, ...]:
 
 def _known(arch: str, legal: tuple[str, ...], what: str) -> None:
     if arch not in legal:
+        if arch in {*GPUS, *CPU_LEVELS, *ARM_LEVELS}:
+            other = "cuda" if arch in GPUS else "cpu"
+            raise TargetError(f"`{arch}` is no {what}; add `--target {other}`, or give one of {', '.join(legal)}")
         hint = f"did you mean `{match}`? " if (match := closest(arch, legal)) else ""
         raise TargetError(f"unknown {what} `{arch}`; {hint}known: {', '.join(legal)}")

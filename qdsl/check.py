@@ -86,7 +86,7 @@ class _Parameters:
             if isinstance(given, DType):
                 return given
             found = dtypes.find(str(given))
-            return found or self._bad(p, given, f"`{given}` is not a number format")
+            return found or self._bad(p, given, did_you_mean(str(given), dtypes.NAMES) or dtypes.SPELLINGS)
         if given is None:
             if isinstance(p.default, Ref) and p.default.name == "k" and p.kind == "dim":
                 return "k"

@@ -217,6 +217,10 @@ _INTEGERS = (*(f"u{b}" for b in range(1, 9)), *(f"i{b}" for b in range(2, 9)))
 NAMES = (*_NAMED, *_INTEGERS, "e4m3", "e5m2", "e3m2", "e2m3", "e2m1")
 
 
+# For messages: every name that `find` knows, in few words.
+SPELLINGS = "u1 to u8, i2 to i8, i32, f16, bf16, f32, e8m0, or eXmY of at most 8 bits with its sign, as e4m3"
+
+
 @functools.cache
 def find(name: str) -> DType | None:
     """The format with this name (`u4`, `e4m3`, any `eXmY` of at most 8 bits, …), or None."""

@@ -75,9 +75,8 @@ class Names:
         if found := dtypes.find(t.name):
             return found
         types = [name for name, v in self.params.items() if isinstance(v, DType)]
-        return self.reports.fail(
-            "unknown-type", f"unknown type `{t.name}`", t.span, did_you_mean(t.name, [*dtypes.NAMES, *types])
-        )
+        label = did_you_mean(t.name, [*dtypes.NAMES, *types]) or dtypes.SPELLINGS
+        return self.reports.fail("unknown-type", f"unknown type `{t.name}`", t.span, label)
 
     def stored_dtype(self, t: ast.TypeRef) -> DType:
         """The type of a checkpoint's elements, which may also be words such as `i32`."""

@@ -58,6 +58,8 @@ def load_quantized(
     for notice in plan.notices:
         warnings.warn(f"{directory}: {notice}", stacklevel=2)
     problems = [f"{source}: {problem}" for problem in plan.problems]
+    if problems and not plan.choices:  # not a format we read: that its tensors have no place says nothing more
+        raise CheckpointError(f"{directory} can't be loaded:\n" + "\n".join(f"- {problem}" for problem in problems))
     dense = _dense(model, plan.choices, files.headers)
     taken = {name for choice in plan.choices.values() for name in choice.tensors} | {
         source for _, source in dense.values()

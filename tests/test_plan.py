@@ -97,6 +97,8 @@ def test_what_kernels_do_not_do_yet_is_one_clear_error(name):
         ("cuda", "sm_90b", "did you mean"),
         ("cpu", "x86", "known"),
         ("rocm", "gfx90a", "unknown target"),
+        ("cpu", "sm_80", "--target cuda"),
+        ("cuda", "x86-64-v3", "--target cpu"),
     ],
 )
 def test_wrong_targets_are_named(kind, arch, words):
