@@ -194,7 +194,7 @@ def _zero(core: Expr, code: str, scheme: Scheme) -> tuple[str, int] | None:
     match core:
         case Ref(name) if name == code:
             return "", 0
-        case Binary("-", Ref(name), Number(value)) if name == code and float(value).is_integer():
+        case Binary("-", Ref(name), Number(value)) if name == code and value in range(16):
             return "", int(value)
         case Binary("-", Ref(name), Ref(z)) if name == code:
             tensor = scheme.tensor(z)

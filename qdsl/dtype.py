@@ -10,7 +10,6 @@ Sources: IEEE 754-2019 (f16, f32); OCP 8-bit Floating Point Specification 1.0 (e
 from __future__ import annotations
 
 import functools
-import math
 import re
 from dataclasses import dataclass
 
@@ -243,8 +242,3 @@ def dtype(name: str) -> DType:
     if found is None:
         raise KeyError(f"unknown number format {name!r}")
     return found
-
-
-def power_of_two_at_most(value: float) -> float:
-    """The largest power of two that is at most `value` (> 0)."""
-    return math.ldexp(0.5, math.frexp(value)[1])

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdsl.dtype import BF16, E8M0, F16, F32, NAMES, dtype, find, power_of_two_at_most
+from qdsl.dtype import BF16, E8M0, F16, F32, NAMES, dtype, find
 
 REFERENCE = {
     "e4m3": ml_dtypes.float8_e4m3fn,
@@ -162,9 +162,3 @@ def test_names_that_are_no_format():
         assert find(name) is None
     with pytest.raises(KeyError, match="unknown number format 'f8'"):
         dtype("f8")
-
-
-@given(st.floats(min_value=1e-300, max_value=1e300))
-def test_power_of_two_at_most(x):
-    p = power_of_two_at_most(x)
-    assert p <= x < 2 * p

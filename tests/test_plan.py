@@ -49,6 +49,12 @@ def test_what_the_main_loop_does_not_know_is_portable(name, params):
     assert [v.name for v in planned.variants] == ["portable"]
 
 
+def test_a_zero_point_beyond_the_codes_is_portable():
+    """The bit trick's exact range ends; the equation stays right."""
+    text = qdsl.load("q4_0").text.replace("(q - 8)", "(q - 100)")
+    assert plan(qdsl.parse(text), SM80).main_loop is None
+
+
 def test_the_code_layout_is_the_a_fragment():
     """Lane (c t), four k-steps in 16 bytes, halves of a register 16 bits apart; one layout whatever the activations."""
     line = "[(o r:2 c:8), (i s:4 h:2 t:4 p:2)] = [o, i, c t, s {p h r}] : 4-bit elements in 32-bit words"

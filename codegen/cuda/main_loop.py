@@ -7,7 +7,7 @@ from tvm import tirx
 from qdsl.codegen.cuda import mma
 from qdsl.codegen.function import Parameters, buffer_shape
 from qdsl.codegen.plan import Plan
-from qdsl.codegen.tir import as_float, f32, storage, translate
+from qdsl.codegen.tir import as_float, storage, translate
 from qdsl.expr import Ref
 
 
@@ -53,6 +53,6 @@ def _epilogue(plan: Plan) -> mma.Epilogue:
         total = acc
         if plan.weight.epilogue is not None:
             total = total * as_float(translate(plan.weight.epilogue, look))
-        return as_float(translate(plan.scheme.output.value, look)) + f32(0)
+        return as_float(translate(plan.scheme.output.value, look))
 
     return epilogue
