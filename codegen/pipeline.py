@@ -49,10 +49,10 @@ def compile_into(
 ) -> None:  # fmt: skip
     """Compile for every architecture and write the artifact; the manifest comes last, so a directory with one is whole."""
     libraries: dict[str, str] = {}
-    planned: Plan | None = None
+    plans: dict[str, Plan] = {}
     for arch in archs:
         report(f"{scheme.bound}: planning for {kind} {arch}")
-        planned = plan(scheme, find_target(kind, arch))
+        planned = plans[arch] = plan(scheme, find_target(kind, arch))
         _dump("1-plan.txt", str(planned))
         functions = lower(planned)
         _dump(f"2-tir.{arch}.py", "\n".join(f.script() for f in functions.values()))
@@ -69,11 +69,12 @@ def compile_into(
             cpu.build(executable, directory / name)
         _dump(f"3-source.{source.name}", source.read_text())
         libraries[arch] = name
-    assert planned is not None, "at least one architecture"
+    planned = plans[archs[-1]]  # the architectures of a kind differ in nothing but their kernels
     files = sorted(f for f in directory.iterdir() if f.is_file())
     manifest = Manifest(
-        scheme.name, scheme.text, plain_params(scheme), kind, libraries, planned.buffers, planned.variants, planned.offset,
-        planned.max_k, tuple(str(n) for n in planned.notes), toolchain,
+        scheme.name, scheme.text, plain_params(scheme), kind, libraries, planned.buffers,
+        {arch: p.variants for arch, p in plans.items()}, {arch: p.table for arch, p in plans.items()}, planned.offset, planned.max_k,
+        tuple(str(n) for n in planned.notes), toolchain,
         {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}, digest,
     )  # fmt: skip
     (directory / MANIFEST).write_text(manifest.to_json())

@@ -1,4 +1,4 @@
-"""Scheme and target to plan: how operands meet the multiplier, how weights lie in memory, which kernels serve which m.
+"""Scheme and target to plan: how operands meet the multiplier, how weights lie in memory, which kernels serve what.
 
 Every decision is a field of the plan, and `print(plan)` shows all of them.  Nothing here builds code.
 """
@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from qdsl.choice import Key, Row, Table, only
 from qdsl.codegen.target import Target
 from qdsl.diagnostic import Diagnostic, TargetError, error
 from qdsl.dtype import DType, dtype
@@ -30,6 +31,13 @@ class MainLoop:
     constant: int  # a zero point known at compile time
     group: int | None  # along k; None: one group
 
+    def key(self, scheme: Scheme) -> Key:
+        """Which tables of measured choices are about this main loop."""
+        zero = scheme.tensor(self.zero).dtype if self.zero else None
+        scale = str(scheme.tensor(self.scale).dtype) if self.scale else None
+        kind = None if zero is None else "float" if zero.is_float else "u4"
+        return Key(str(scheme.compute.operand), scale, kind, self.group)
+
     def __str__(self) -> str:
         zero = self.zero or (str(self.constant) if self.constant else "")
         core = f"({self.code} - {zero})" if zero else self.code
@@ -49,6 +57,7 @@ class Plan:
     main_loop: MainLoop | None  # None: the portable loop nest serves every m
     buffers: tuple[Buffer, ...]
     variants: tuple[Variant, ...]
+    table: Table
     offset: float
     max_k: int | None
     notes: tuple[Diagnostic, ...]
@@ -70,6 +79,7 @@ class Plan:
         lines += [f"    {b.tensor}{b.layout} ({b.dtype})" for b in self.buffers]
         lines.append("  variants")
         lines += [f"    {variant}" for variant in self.variants]
+        lines += ["  choice", *(f"    {line}" for line in self.table.lines())]
         return "\n".join([*lines, *(str(note) for note in self.notes)])
 
 
@@ -90,13 +100,15 @@ def plan(scheme: Scheme, target: Target) -> Plan:
     computed = [t for t in activation.operand.tensors if not t.loaded] if activation else []
     quantize = tuple(Step(f"quantize_{t.name}", quantize_args(scheme, t)) for t in computed)
     if loop is not None:
-        variants = _main_loop_variants(scheme, loop)
+        variants, table = _main_loop_variants(scheme, target, loop)
     else:
         given = (*(["x"] if "x" in names(x_split.core) else []), *(t.name for t in computed))
-        variants = (Variant("portable", None, (*quantize, Step("linear", (*given, *loaded, "y")))),)
+        # One thread sums a number of y by rising k, however many rows there are: the order never depends on m.
+        variants = (Variant("portable", (*quantize, Step("linear", (*given, *loaded, "y"))), order="by rising k"),)
+        table = only("portable")
     offset = 0.0 if loop is None else (1024.0 if compute.operand.name == "f16" else 128.0) + 16
     notes += _unused_hints(scheme, target)
-    return Plan(scheme, target, weight, x_split, multiply, compute.accumulator, step, loop, buffers, variants, offset,
+    return Plan(scheme, target, weight, x_split, multiply, compute.accumulator, step, loop, buffers, variants, table, offset,
                 _max_k(scheme, weight, x_split), notes)  # fmt: skip
 
 
@@ -225,13 +237,27 @@ def _group(t: Tensor) -> int | None:
     return t.index[1].size if len(t.index) == 2 and isinstance(t.index[1], Group) else None
 
 
-def _main_loop_variants(scheme: Scheme, loop: MainLoop) -> tuple[Variant, ...]:
-    from qdsl.codegen.cuda.mma import tiles
+def _main_loop_variants(scheme: Scheme, target: Target, loop: MainLoop) -> tuple[tuple[Variant, ...], Table]:
+    from qdsl.codegen.cuda import measured
+    from qdsl.codegen.cuda.candidates import candidates
+    from qdsl.codegen.cuda.main_loop import weight_of
 
     given = [n for n in (loop.code, loop.scale, loop.zero) if n]
     rest = [t.name for t in scheme.tensors if t.loaded and t.name not in given]
     args = ("x", *given, *rest, "y")
-    return tuple(Variant(t.name, t.m_max, (Step(f"linear_{t.name}", args),), t.k_max) for t in tiles())
+    variants = tuple(
+        Variant(c.name, (Step(f"linear_{c.name}", args),), c.k_multiple, c.order)
+        for c in candidates(target, weight_of(scheme, loop))
+    )
+    table = measured.table(target.arch, loop.key(scheme))
+    return variants, table if table is not None and not table.problems(variants) else _TODAY
+
+
+_TODAY = Table(
+    "by hand",
+    Row(4096, 4096, ((1, "m1"), (8, "m8"), (16, "m16"), (32, "m32"), (64, "m64"), (256, "m256"), (None, "any")),
+        ((None, "any"),)),
+)  # fmt: skip
 
 
 # ---- kernel layouts ----------------------------------------------------------------------------------------------

@@ -51,7 +51,9 @@ class Artifact:
         args = ", ".join(f"{k}={v}" for k, v in m.params.items())
         lines = [f"{m.scheme}({args}) for {m.kind}: {', '.join(f'{a} in {f}' for a, f in m.libraries.items())}"]
         lines += [f"  {b.tensor}{b.layout} in {b.dtype}" for b in m.buffers]
-        lines += [f"  {variant}" for variant in m.variants]
+        for arch, variants in m.variants.items():
+            lines += [f"  {arch}", *(f"    {variant}" for variant in variants)]
+            lines += [f"    {line}" for line in m.tables[arch].lines()]
         return "\n".join([*lines, *(f"  {note}" for note in m.notes)])
 
 

@@ -39,10 +39,11 @@ def directory() -> Path:
 def compiler_fingerprint() -> str:
     """A digest of the sources that decide what is generated."""
     digest = hashlib.sha256()
-    for package in ("qdsl", "qdsl.codegen", "qdsl.codegen.cuda"):
-        with contextlib.suppress(ModuleNotFoundError):
-            for file in sorted(resources.files(package).iterdir(), key=lambda f: f.name):
-                if file.name.endswith((".py", ".lark", ".cc")):
+    for place in ("qdsl", "qdsl.codegen", "qdsl.codegen.cuda", "qdsl.codegen.cuda/tables"):
+        package, _, folder = place.partition("/")
+        with contextlib.suppress(ModuleNotFoundError, FileNotFoundError):
+            for file in sorted((resources.files(package) / folder).iterdir(), key=lambda f: f.name):
+                if file.name.endswith((".py", ".lark", ".cc", ".json")):
                     digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return digest.hexdigest()
 

@@ -1,7 +1,8 @@
 """What an artifact says about itself: `manifest.json` and the dataclasses it stands for.
 
 The manifest holds the declaration itself (the canonical text and the parameters), so whoever opens an artifact reads
-the same scheme the compiler read; beside it stand the kernel layouts, the variants and a digest of every file.
+the same scheme the compiler read; beside it stand the kernel layouts, the variants of each architecture with the table
+that chooses among them, and a digest of every file.
 """
 
 from __future__ import annotations
@@ -10,11 +11,12 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from qdsl.choice import Limits, Table, at
 from qdsl.dtype import DType
 from qdsl.layout import Axis, Digit, Lane, Layout, Run
 from qdsl.scheme import Scheme
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -41,17 +43,23 @@ class Step:
 
 @dataclass(frozen=True)
 class Variant:
-    """The calls that serve up to `m_max` tokens and `k_max` inputs (None: any number); the first that fits is used."""
+    """The calls of one kernel: right for every m and n, and for every k that is a multiple of `k_multiple`.
+
+    order   names the order in which a row's products are summed: variants of equal order give equal bits, and the bits
+            of a row do not depend on the other rows, nor on how many there are
+    """
 
     name: str
-    m_max: int | None
     steps: tuple[Step, ...]
-    k_max: int | None = None
+    k_multiple: int = 1
+    order: str = ""
 
     def __str__(self) -> str:
-        limits = [f"{axis} <= {n}" for axis, n in (("m", self.m_max), ("k", self.k_max)) if n is not None]
+        about = [self.order or "an order of its own"]
+        if self.k_multiple > 1:
+            about.append(f"k a multiple of {self.k_multiple}")
         calls = "; ".join(f"{s.function}({', '.join(s.args)})" for s in self.steps)
-        return f"{self.name} ({', '.join(limits) or 'any m'}): {calls}"
+        return f"{self.name} ({', '.join(about)}): {calls}"
 
 
 @dataclass(frozen=True)
@@ -62,7 +70,8 @@ class Manifest:
     kind: str  # "cpu" or "cuda"
     libraries: Mapping[str, str]  # architecture -> file
     buffers: tuple[Buffer, ...]
-    variants: tuple[Variant, ...]
+    variants: Mapping[str, tuple[Variant, ...]]  # architecture -> its kernels
+    tables: Mapping[str, Table]  # architecture -> which of them serves what
     offset: float  # what a bit trick leaves in each code until its group is corrected (0: nothing)
     max_k: int | None  # inputs beyond which an integer sum could overflow
     notes: tuple[str, ...]
@@ -72,6 +81,25 @@ class Manifest:
 
     def buffer(self, name: str) -> Buffer:
         return next(b for b in self.buffers if b.tensor == name)
+
+    def variant(self, arch: str, name: str) -> Variant:
+        return next(v for v in self.variants[arch] if v.name == name)
+
+    def choose(self, arch: str, m: int, n: int, k: int) -> Variant:
+        """The variant that serves m tokens of an [n, k] weight."""
+        return self.variant(arch, at(self.limits(arch, n, k), m))
+
+    def limits(self, arch: str, n: int, k: int) -> Limits:
+        """Up to how many tokens which variant serves an [n, k] weight."""
+        return self.tables[arch].limits(n, k, self.legal(arch, k))
+
+    def limits_of_one_order(self, arch: str, n: int, k: int) -> Limits:
+        """The same where the bits of a row must not depend on how many rows there are."""
+        return self.tables[arch].limits_of_one_order(n, k, self.legal(arch, k))
+
+    def legal(self, arch: str, k: int) -> set[str]:
+        """The variants that are right for k inputs."""
+        return {v.name for v in self.variants[arch] if k % v.k_multiple == 0}
 
     def to_json(self) -> str:
         data = asdict(self)
@@ -89,12 +117,18 @@ class Manifest:
             if not isinstance(data[name], dict):
                 raise TypeError(f"`{name}` is not an object")
         data["buffers"] = tuple(Buffer(b["tensor"], b["dtype"], layout_from_json(b["layout"])) for b in data["buffers"])
-        data["variants"] = tuple(
-            Variant(v["name"], v["m_max"], tuple(Step(s["function"], tuple(s["args"])) for s in v["steps"]), v["k_max"])
-            for v in data["variants"]
-        )
+        data["variants"] = {arch: tuple(map(_variant, vs)) for arch, vs in data["variants"].items()}
+        data["tables"] = {arch: Table.from_data(table) for arch, table in data["tables"].items()}
+        for arch, variants in data["variants"].items():
+            if found := data["tables"][arch].problems(variants):
+                raise ValueError(f"the table of {arch}: {found[0]}")
         data["notes"] = tuple(data["notes"])
         return Manifest(**data)
+
+
+def _variant(v: Mapping) -> Variant:
+    steps = tuple(Step(s["function"], tuple(s["args"])) for s in v["steps"])
+    return Variant(v["name"], steps, v["k_multiple"], v["order"])
 
 
 def plain_params(scheme: Scheme) -> dict[str, int | str]:

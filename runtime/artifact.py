@@ -1,6 +1,7 @@
-"""From a compiled artifact to calls: which library fits this machine, and which of its variants serves m tokens.
+"""From a compiled artifact to calls: which library fits this machine, and which of its variants serves what.
 
-A `Kernel` is one artifact on one architecture.  It lives once in the process, in a table under a text key, so that a
+A `Kernel` is one artifact on one architecture, for layers that want the fastest variants or for those that want one order
+of summation.  It lives once in the process, in a table under a text key, so that a
 traced graph, a pickle or a copied layer needs to hold nothing but the key.
 """
 
@@ -20,6 +21,7 @@ import torch
 import qdsl
 from qdsl import cache
 from qdsl.artifact import Artifact, open_artifact
+from qdsl.choice import Limits
 from qdsl.compilation import toolchain
 from qdsl.diagnostic import ArtifactError, Error, TargetError
 from qdsl.dtype import DType
@@ -207,20 +209,21 @@ class _Call:
 class Kernel:
     """One artifact on one architecture.
 
-    names     the loaded tensors in the order `__call__` takes them
+    names             the loaded tensors in the order `__call__` takes them
+    batch_invariant   whether every m is served by variants of one order of summation
     """
 
-    def __init__(self, artifact: Artifact, arch: str, scheme: Scheme):
+    def __init__(self, artifact: Artifact, arch: str, scheme: Scheme, batch_invariant: bool = False):
         m = artifact.manifest
-        self.artifact, self.arch, self.scheme = artifact, arch, scheme
-        self.key = f"{m.scheme} {arch} {m.digest[:16]}"
+        self.artifact, self.arch, self.scheme, self.batch_invariant = artifact, arch, scheme, batch_invariant
+        self.key = f"{m.scheme} {arch} {m.digest[:16]}{' batch-invariant' if batch_invariant else ''}"
         known = {b.tensor for b in m.buffers}
         self.names = tuple(t.name for t in scheme.tensors if t.loaded and t.name in known)
-        steps = [step for variant in m.variants for step in variant.steps]
+        steps = [step for variant in m.variants[arch] for step in variant.steps]
         used = {arg for step in steps for arg in step.args}
         self.computed = tuple(t for t in scheme.tensors if isinstance(t.value, Expr) and t.name in used)
-        self._variants: list[tuple[_Call, ...]] | None = None
-        self._by_k: dict[int, tuple[list[int], list[tuple[_Call, ...]]]] = {}
+        self._variants: dict[str, tuple[_Call, ...]] | None = None
+        self._by_shape: dict[tuple[int, int], tuple[list[int], list[tuple[_Call, ...]]]] = {}
         self._templates: dict[tuple[int, int], list[tuple[list[int], int, torch.dtype]]] = {}
 
     @property
@@ -236,12 +239,12 @@ class Kernel:
 
         library = tvm_ffi.load_module(str(self.artifact.library(self.arch)))
         pool = ["x", *self.names, "y", *(t.name for t in self.computed)]
-        self._variants = [
-            tuple(
+        self._variants = {
+            v.name: tuple(
                 _Call(library[step.function], itemgetter(*(pool.index(arg) for arg in step.args))) for step in v.steps
             )
-            for v in self.artifact.manifest.variants
-        ]
+            for v in self.artifact.manifest.variants[self.arch]
+        }
 
     def __call__(self, x: torch.Tensor, buffers: Sequence[torch.Tensor], n: int) -> torch.Tensor:
         """y [m, n] for x [m, k], contiguous and aligned; buffers in the order of `names`."""
@@ -251,29 +254,39 @@ class Kernel:
 
     def run_into(self, x: torch.Tensor, buffers: Sequence[torch.Tensor], y: torch.Tensor) -> None:
         """The same into a given y, on torch's current stream."""
-        if self._variants is None:
-            self.load()
-        limits, variants = self._by_k.get(x.shape[1]) or self._fitting(x.shape[1])
-        at = bisect_left(limits, x.shape[0])
-        if at == len(variants):
-            raise Error(f"{self.artifact.path} serves at most m = {limits[-1]} tokens, x has {x.shape[0]}")
+        m, k = x.shape
+        shape = y.shape[1], k
+        limits, variants = self._by_shape.get(shape) or self._chosen(shape)
         pool = [x, *buffers, y]
         if self.computed:
             pool += self._allocate(x, y.shape[1])
-        for call in variants[at]:
+        for call in variants[bisect_left(limits, m)]:
             call.function(*call.gather(pool))
 
-    def _fitting(self, k: int) -> tuple[list[int], list[tuple[_Call, ...]]]:
-        """The variants for k inputs, as ascending limits of m and what to call up to each (and beyond the last)."""
-        limits, chosen = [], []
-        for variant, calls in zip(self.artifact.manifest.variants, self._variants or (), strict=True):
-            unseen = not limits or variant.m_max is None or variant.m_max > limits[-1]
-            if unseen and len(chosen) == len(limits) and (variant.k_max is None or k <= variant.k_max):
-                chosen.append(calls)
-                if variant.m_max is not None:
-                    limits.append(variant.m_max)
-        self._by_k[k] = limits, chosen
-        return self._by_k[k]
+    def run_variant(self, name: str, x: torch.Tensor, buffers: Sequence[torch.Tensor], y: torch.Tensor) -> None:
+        """The same with a variant of one's own choice, which must be right for k."""
+        self.load()
+        pool = [x, *buffers, y, *self._allocate(x, y.shape[1])]
+        for call in self._variants[name]:
+            call.function(*call.gather(pool))
+
+    def variants(self, k: int) -> list[str]:
+        """The variants that are right for k inputs."""
+        legal = self.artifact.manifest.legal(self.arch, k)
+        return [v.name for v in self.artifact.manifest.variants[self.arch] if v.name in legal]
+
+    def limits(self, n: int, k: int) -> Limits:
+        """Up to how many tokens which variant serves an [n, k] weight."""
+        m = self.artifact.manifest
+        return (m.limits_of_one_order if self.batch_invariant else m.limits)(self.arch, n, k)
+
+    def _chosen(self, shape: tuple[int, int]) -> tuple[list[int], list[tuple[_Call, ...]]]:
+        """The variants for a shape, as ascending limits of m and what to call up to each, and beyond the last."""
+        self.load()
+        limits = self.limits(*shape)
+        ends = [end for end, _ in limits if end is not None]
+        self._by_shape[shape] = ends, [self._variants[name] for _, name in limits]
+        return self._by_shape[shape]
 
     def _allocate(self, x: torch.Tensor, n: int) -> list[torch.Tensor]:
         """Room for what the steps compute between them: codes and scales of the activations."""
@@ -306,11 +319,11 @@ def _native(format: DType) -> torch.dtype:
 _KERNELS: dict[str, Kernel] = {}
 
 
-def register(artifact: Artifact, device: torch.device, scheme: Scheme) -> Kernel:
+def register(artifact: Artifact, device: torch.device, scheme: Scheme, batch_invariant: bool = False) -> Kernel:
     """The process's kernel of an artifact on this device; its library is opened at the first call or `load()`."""
     arch = fitting_arch(tuple(artifact.manifest.libraries), device)
     assert arch is not None, "find_artifact returns artifacts that fit"
-    kernel = Kernel(artifact, arch, scheme)
+    kernel = Kernel(artifact, arch, scheme, batch_invariant)
     known = _KERNELS.get(kernel.key)
     if known is None or (known._variants is None and not known.artifact.path.exists()):
         _KERNELS[kernel.key] = known = kernel

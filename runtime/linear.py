@@ -246,8 +246,11 @@ class QuantLinear(nn.Module):
             raise ValueError(f"x is on {device}, the layer on {self.device}; move one of them with .to()")
         return linear(x, operands, self.width, key)
 
-    def run_into(self, x: torch.Tensor, y: torch.Tensor) -> None:
-        """Run on x [m, K] into a given contiguous y [m, N], outside autograd."""
+    def run_into(self, x: torch.Tensor, y: torch.Tensor, variant: str | None = None) -> None:
+        """Run on x [m, K] into a given contiguous y [m, N], outside autograd.
+
+        `variant` is one of `kernel.variants(K)`, by default the artifact's own choice for m, N and K.
+        """
         key = self._keys.get(x.dtype)
         if key is None or not self._loaded or x.shape[-1] != self.in_features:
             key = self._explain(x)
@@ -255,8 +258,13 @@ class QuantLinear(nn.Module):
             raise ValueError(
                 f"y is {list(y.shape)} {y.dtype}, needed is a contiguous [{x.shape[0]}, {self.width}] {x.dtype}"
             )
-        if x.shape[0]:
-            kernel_of(key).run_into(rows(x), [self._buffers[name] for name in self._operands[x.dtype]], y)
+        if not x.shape[0]:
+            return
+        kernel, operands = kernel_of(key), [self._buffers[name] for name in self._operands[x.dtype]]
+        if variant is None:
+            kernel.run_into(rows(x), operands, y)
+        else:
+            kernel.run_variant(variant, rows(x), operands, y)
 
     def _explain(self, x: torch.Tensor) -> str:
         """The key of a kernel for an input that the fast path did not take, or the error that says why there is none."""

@@ -17,6 +17,7 @@ import qdsl
 from qdsl import cache
 from qdsl.artifact import MANIFEST, open_artifact
 from qdsl.diagnostic import ArtifactError, Error
+from qdsl.manifest import FORMAT
 
 TINY = """\
 scheme tiny
@@ -269,10 +270,13 @@ def _without(key: str):
 
 DAMAGES = {
     "empty": lambda t: "", "cut": lambda t: t[: len(t) // 2], "binary": lambda t: "\x00\x01", "list": lambda t: "[]",
-    "null": lambda t: "null", "number": lambda t: "7", "old": lambda t: t.replace('"format": 1', '"format": 0'),
+    "null": lambda t: "null", "number": lambda t: "7", "old": lambda t: t.replace(f'"format": {FORMAT}', '"format": 0'),
     "no-buffers": _without("buffers"), "no-digests": _without("digests"), "no-format": _without("format"),
     "buffers-wrong": lambda t: json.dumps({**json.loads(t), "buffers": [3]}),
     "variants-wrong": lambda t: json.dumps({**json.loads(t), "variants": {"a": 1}}),
+    "table-missing": lambda t: json.dumps({**json.loads(t), "tables": {}}),
+    "table-wrong": lambda t: t.replace('"source": "one variant"', '"origin": "one variant"'),
+    "table-of-others": lambda t: t.replace('"name": "portable"', '"name": "carried"'),
     "libraries-wrong": lambda t: json.dumps({**json.loads(t), "libraries": [1]}),
     "digests-wrong": lambda t: json.dumps({**json.loads(t), "digests": None}),
     "extra": lambda t: json.dumps({**json.loads(t), "surprise": 1}),

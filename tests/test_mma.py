@@ -55,14 +55,14 @@ def test_bit_tricks_are_exact(compute):
 
 def test_tiles_print():
     assert [str(tile) for tile in mma.tiles()] == [
-        "m1_short: m <= 1, k <= 4096, 1 tokens x 16 features, 1x1x8 warps, 3 stages of 256, corrects sums",
-        "m1: m <= 1, 1 tokens x 32 features, 1x1x8 warps, 2 stages of 256, corrects sums",
-        "m8: m <= 8, 8 tokens x 32 features, 1x1x4 warps, 2 stages of 256, corrects sums",
-        "m16: m <= 16, 16 tokens x 32 features, 1x1x8 warps, 2 stages of 128, corrects sums",
-        "m32: m <= 32, 32 tokens x 32 features, 1x1x4 warps, 3 stages of 128, corrects weights",
-        "m64: m <= 64, 32 tokens x 64 features, 1x1x4 warps, 2 stages of 128, corrects weights",
-        "m256: m <= 256, 64 tokens x 64 features, 1x1x4 warps, 2 stages of 64, corrects weights",
-        "any: any m, 128 tokens x 128 features, 2x2x1 warps, 2 stages of 128, corrects weights",
+        "m1_short: 1 tokens x 16 features, 1x1x8 warps, 3 stages of 256, corrects sums",
+        "m1: 1 tokens x 32 features, 1x1x8 warps, 2 stages of 256, corrects sums",
+        "m8: 8 tokens x 32 features, 1x1x4 warps, 2 stages of 256, corrects sums",
+        "m16: 16 tokens x 32 features, 1x1x8 warps, 2 stages of 128, corrects sums",
+        "m32: 32 tokens x 32 features, 1x1x4 warps, 3 stages of 128, corrects weights",
+        "m64: 32 tokens x 64 features, 1x1x4 warps, 2 stages of 128, corrects weights",
+        "m256: 64 tokens x 64 features, 1x1x4 warps, 2 stages of 64, corrects weights",
+        "any: 128 tokens x 128 features, 2x2x1 warps, 2 stages of 128, corrects weights",
     ]
 
 
@@ -91,7 +91,7 @@ def test_tiles_fit_every_gpu(name):
     ],
 )
 def test_a_step_lies_in_one_group_and_is_short(group, correct, slice_, step):
-    tile = Tile("t", None, correct, 32, 32, (1, 1, 1), slice_, 2, 1)
+    tile = Tile("t", correct, 32, 32, (1, 1, 1), slice_, 2, 1)
     assert Stage(Weight("float16", 8, None, "float16", group, False), tile).step == step
 
 

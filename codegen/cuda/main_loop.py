@@ -1,22 +1,32 @@
-"""Plan to the tensor-core kernels: one PrimFunc for each tile, with the scheme's own epilogue."""
+"""Plan to the tensor-core kernels: one PrimFunc for each candidate, with the scheme's own epilogue."""
 
 from __future__ import annotations
 
 from tvm import tirx
 
 from qdsl.codegen.cuda import mma
+from qdsl.codegen.cuda.candidates import candidates
+from qdsl.codegen.cuda.weight import Weight
 from qdsl.codegen.function import Parameters, buffer_shape
-from qdsl.codegen.plan import Plan
+from qdsl.codegen.plan import MainLoop, Plan
 from qdsl.codegen.tir import as_float, storage, translate
 from qdsl.expr import Ref
+from qdsl.scheme import Scheme
 
 
 def lower(plan: Plan) -> dict[str, tirx.PrimFunc]:
-    loop, scheme = plan.main_loop, plan.scheme
+    loop = plan.main_loop
     assert loop is not None, "the plan chose the main loop"
-    code = scheme.code.dtype
-    zero = scheme.tensor(loop.zero).dtype if loop.zero else None
-    weight = mma.Weight(
+    given = {loop.code, loop.scale, loop.zero}
+    extra = tuple(_extra(plan, b.tensor) for b in plan.buffers if b.tensor not in given)
+    kernels = candidates(plan.target, weight_of(plan.scheme, loop))
+    return {f"linear_{c.name}": c.lower(f"linear_{c.name}", extra, _epilogue(plan)) for c in kernels}
+
+
+def weight_of(scheme: Scheme, loop: MainLoop) -> Weight:
+    """The main loop's weight as kernels know it."""
+    code, zero = scheme.code.dtype, scheme.tensor(loop.zero).dtype if loop.zero else None
+    return Weight(
         compute=storage(scheme.compute.operand),
         bias=loop.constant,
         zero=None if zero is None else "u4" if zero.bits == 4 else storage(zero),
@@ -24,12 +34,6 @@ def lower(plan: Plan) -> dict[str, tirx.PrimFunc]:
         group=loop.group,
         signed=code.kind == "int",
     )
-    given = {loop.code, loop.scale, loop.zero}
-    extra = tuple(_extra(plan, b.tensor) for b in plan.buffers if b.tensor not in given)
-    return {
-        f"linear_{tile.name}": mma.lower(f"linear_{tile.name}", weight, tile, extra, _epilogue(plan))
-        for tile in mma.tiles()
-    }
 
 
 def _extra(plan: Plan, name: str) -> mma.Extra:

@@ -38,16 +38,16 @@ Extra = tuple[str, Callable, str]  # name, (M, N, K) -> shape, dtype
 
 
 def tiles() -> tuple[Tile, ...]:
-    """The default tiles, by rising m_max."""
+    """The default tiles, by rising number of tokens they are meant for; which serves what is measured (`measured`)."""
     return (
-        Tile("m1_short", 1, "sums", tokens=1, features=16, split=(1, 1, 8), slice=4, stages=3, resident=3, k_max=4096),
-        Tile("m1", 1, "sums", tokens=1, features=32, split=(1, 1, 8), slice=4, stages=2, resident=2),
-        Tile("m8", 8, "sums", tokens=8, features=32, split=(1, 1, 4), slice=4, stages=2, resident=2),
-        Tile("m16", 16, "sums", tokens=16, features=32, split=(1, 1, 8), slice=2, stages=2, resident=2),
-        Tile("m32", 32, "weights", tokens=32, features=32, split=(1, 1, 4), slice=2, stages=3, resident=3),
-        Tile("m64", 64, "weights", tokens=32, features=64, split=(1, 1, 4), slice=2, stages=2, resident=2),
-        Tile("m256", 256, "weights", tokens=64, features=64, split=(1, 1, 4), slice=1, stages=2, resident=1),
-        Tile("any", None, "weights", tokens=128, features=128, split=(2, 2, 1), slice=2, stages=2, resident=1),
+        Tile("m1_short", "sums", tokens=1, features=16, split=(1, 1, 8), slice=4, stages=3, resident=3),
+        Tile("m1", "sums", tokens=1, features=32, split=(1, 1, 8), slice=4, stages=2, resident=2),
+        Tile("m8", "sums", tokens=8, features=32, split=(1, 1, 4), slice=4, stages=2, resident=2),
+        Tile("m16", "sums", tokens=16, features=32, split=(1, 1, 8), slice=2, stages=2, resident=2),
+        Tile("m32", "weights", tokens=32, features=32, split=(1, 1, 4), slice=2, stages=3, resident=3),
+        Tile("m64", "weights", tokens=32, features=64, split=(1, 1, 4), slice=2, stages=2, resident=2),
+        Tile("m256", "weights", tokens=64, features=64, split=(1, 1, 4), slice=1, stages=2, resident=1),
+        Tile("any", "weights", tokens=128, features=128, split=(2, 2, 1), slice=2, stages=2, resident=1),
     )
 
 

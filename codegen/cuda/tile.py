@@ -7,10 +7,9 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Tile:
-    """The part of y that one CTA computes, and how its warps share the work."""
+    """The part of y that one CTA computes, and how its warps share the work. Right for every M, N and K."""
 
     name: str
-    m_max: int | None  # meant for M up to this (right for every M); None: no limit
     correct: str  # where scale and zero are applied: "sums" or "weights"
     tokens: int  # tokens of one CTA
     features: int  # output features of one CTA
@@ -18,7 +17,6 @@ class Tile:
     slice: int  # tiles of 64 along k in one stage
     stages: int  # stages of a team's ring
     resident: int  # CTAs that an SM must be able to hold: a limit on registers
-    k_max: int | None = None  # meant for K up to this (right for every K); None: no limit
 
     def __post_init__(self):
         assert self.correct in ("sums", "weights"), self
@@ -60,10 +58,8 @@ class Tile:
         return (self.teams, self.tokens, self.features + 4)
 
     def __str__(self):
-        m = "any m" if self.m_max is None else f"m <= {self.m_max}"
-        m += "" if self.k_max is None else f", k <= {self.k_max}"
         warps = "x".join(map(str, self.split))
         return (
-            f"{self.name}: {m}, {self.tokens} tokens x {self.features} features, {warps} warps, "
+            f"{self.name}: {self.tokens} tokens x {self.features} features, {warps} warps, "
             f"{self.stages} stages of {64 * self.slice}, corrects {self.correct}"
         )

@@ -1,0 +1,195 @@
+"""Which kernel serves m tokens of an [n, k] weight: a table of measured or modelled choices, as data in an artifact.
+
+A table has a row for every shape that was measured; another shape takes the row of the nearest. A row says up to how
+many tokens which variant is the fastest, and the same for a layer that must keep to one order of summation, so that
+the bits of a row of y do not depend on how many rows there are. Variants are names here; what they need of k is told by
+the set of names that are `legal`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from qdsl.manifest import Variant
+
+Limits = tuple[tuple[int | None, str], ...]  # (m_max, variant) by rising m_max; the last m_max is None: any number
+
+
+@dataclass(frozen=True)
+class Key:
+    """What makes main loops differ in speed: the types of the multiplier, the scale and the zero, and the group."""
+
+    compute: str
+    scale: str | None
+    zero: str | None
+    group: int | None  # None: all of k is one group
+
+    def __str__(self) -> str:
+        loaded = [f"{name} {kind}" for name, kind in (("scale", self.scale), ("zero", self.zero)) if kind]
+        return ", ".join([self.compute, *loaded, "one group" if self.group is None else f"groups of {self.group}"])
+
+
+@dataclass(frozen=True)
+class Row:
+    """The choice for an [n, k] weight.
+
+    free    the fastest variants
+    fixed   the fastest that sum in one order
+    """
+
+    n: int
+    k: int
+    free: Limits
+    fixed: Limits
+
+    def __post_init__(self):
+        if not (type(self.n) is int and type(self.k) is int and self.n > 0 and self.k > 0):
+            raise ValueError(f"a table's row is for n = {self.n!r}, k = {self.k!r}")
+        for limits in (self.free, self.fixed):
+            ends = [end for end, _ in limits]
+            rising = all(type(end) is int and end > start for start, end in zip([0, *ends], ends[:-1], strict=False))
+            if not (ends and ends[-1] is None and rising and all(isinstance(name, str) for _, name in limits)):
+                raise ValueError(f"limits of a table rise, and the last is none: {limits}")
+
+    @property
+    def choices(self) -> str:
+        return shown(self.free) + ("" if self.free == self.fixed else f"; one order: {shown(self.fixed)}")
+
+    def __str__(self) -> str:
+        return f"{self.n}x{self.k}: {self.choices}"
+
+
+@dataclass(frozen=True)
+class Table:
+    """The choice on one architecture.
+
+    source   who says so: "measured on …", "model"
+    rows     shape by shape
+    spare    the choice among variants right for every k, where a row's variant is not right for this k; also the choice
+             for every shape where there are no rows
+    key      what the kernels are, where tables of several kinds are kept together
+    """
+
+    source: str
+    spare: Row
+    rows: tuple[Row, ...] = ()
+    key: Key | None = None
+
+    def nearest(self, n: int, k: int) -> Row:
+        """The row of the nearest shape, by |log2 n - log2 n'| + |log2 k - log2 k'|; of equals, the larger."""
+
+        def distance(row: Row) -> tuple:
+            ratio = Fraction(max(n, row.n), min(n, row.n)) * Fraction(max(k, row.k), min(k, row.k))
+            return ratio, -row.n * row.k, -row.n
+
+        return min(self.rows, key=distance, default=self.spare)
+
+    def limits(self, n: int, k: int, legal: Collection[str]) -> Limits:
+        """The fastest variants for a shape. A row's variant that is not legal gives way to the spare one."""
+        row = self.nearest(n, k)
+        return merged((end, _first_legal(end, row.free, self.spare.free, legal)) for end in _ends(row, self.spare))
+
+    def limits_of_one_order(self, n: int, k: int, legal: Collection[str]) -> Limits:
+        """The same from one order: if a single variant is not legal, another order serves all m."""
+        row = self.nearest(n, k)
+        return row.fixed if all(name in legal for _, name in row.fixed) else self.spare.fixed
+
+    def problems(self, variants: Sequence[Variant]) -> list[str]:
+        """Why these variants can't be chosen by this table: each line one reason."""
+        known, found = {v.name: v for v in variants}, []
+        for row in (self.spare, *self.rows):
+            names = {name for _, name in (*row.free, *row.fixed)}
+            if absent := names - known.keys():
+                found.append(f"no variant {', '.join(sorted(absent))}, of which it says: {row}")
+            elif len({known[name].order or name for _, name in row.fixed}) > 1:
+                found.append(f"one order is said to be several: {row}")
+            elif row is self.spare and any(known[name].k_multiple > 1 for name in names):
+                found.append(f"not right for every k: {row}")
+        return found
+
+    def lines(self) -> list[str]:
+        """The source, then every choice with the shapes that have it."""
+        shapes: dict[str, list[str]] = {}
+        for row in self.rows:
+            shapes.setdefault(row.choices, []).append(f"{row.n}x{row.k}")
+        shapes.setdefault(self.spare.choices, []).append("any other k" if self.rows else "any n and k")
+        head = self.source if self.key is None else f"{self.source}: {self.key}"
+        return [
+            f"{head}; n x k:" if self.rows else head,
+            *(f"  {', '.join(found)}: {c}" for c, found in shapes.items()),
+        ]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    @staticmethod
+    def from_data(data: Any) -> Table:
+        """The table back from what `asdict` and JSON made of it; raises ValueError, TypeError or KeyError."""
+
+        def limits(pairs: Any) -> Limits:
+            return tuple((end, name) for end, name in pairs)
+
+        def row(r: Mapping) -> Row:
+            return Row(r["n"], r["k"], limits(r["free"]), limits(r["fixed"]))
+
+        key = None if data["key"] is None else Key(**data["key"])
+        return Table(data["source"], row(data["spare"]), tuple(map(row, data["rows"])), key)
+
+
+def only(name: str) -> Table:
+    """The table of a single variant that is right for everything."""
+    return Table("one variant", Row(1, 1, ((None, name),), ((None, name),)))
+
+
+def at(limits: Limits, m: int | None) -> str:
+    """The variant for m tokens (None: for more than any limit)."""
+    return next(name for end, name in limits if end is None or (m is not None and m <= end))
+
+
+def merged(entries: Any) -> Limits:
+    """Limits with neighbours of the same name made one."""
+    found: list[tuple[int | None, str]] = []
+    for end, name in entries:
+        if found and found[-1][1] == name:
+            found.pop()
+        found.append((end, name))
+    return tuple(found)
+
+
+def shown(limits: Limits) -> str:
+    parts = [f"{name} to {end}" for end, name in limits if end is not None]
+    return (
+        ", ".join([f"{parts[0].replace(' to ', ' to m = ')}", *parts[1:], f"then {limits[-1][1]}"])
+        if parts
+        else limits[-1][1]
+    )
+
+
+def _ends(*rows: Row) -> list[int | None]:
+    return [*sorted({end for row in rows for end, _ in row.free if end is not None}), None]
+
+
+def _first_legal(m: int | None, wanted: Limits, spare: Limits, legal: Collection[str]) -> str:
+    name = at(wanted, m)
+    return name if name in legal else at(spare, m)
+
+
+# ---- files -------------------------------------------------------------------------------------------------------
+def tables_to_json(tables: Sequence[Table]) -> str:
+    """The file that keeps the tables of an architecture, a row a line."""
+    parts = []
+    for table in tables:
+        head = {"key": asdict(table.key) if table.key else None, "source": table.source, "spare": asdict(table.spare)}
+        lines = [f"  {json.dumps(name)}: {json.dumps(value)}," for name, value in head.items()]
+        rows = ",\n".join(f"   {json.dumps(asdict(row))}" for row in table.rows)
+        parts.append("\n".join([" {", *lines, f'  "rows": [\n{rows}\n  ]\n }}']))
+    return "[\n" + ",\n".join(parts) + "\n]\n"
+
+
+def tables_from_json(text: str) -> tuple[Table, ...]:
+    return tuple(map(Table.from_data, json.loads(text)))

@@ -1,0 +1,207 @@
+"""Tables of choices: every m, n and k gets a variant that is right for it, and texts give the same table back."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from dataclasses import asdict, replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from qdsl.choice import Key, Row, Table, at, merged, only, tables_from_json, tables_to_json
+from qdsl.codegen.cuda import measured
+from qdsl.codegen.cuda.candidates import candidates
+from qdsl.codegen.cuda.weight import Weight
+from qdsl.codegen.target import GPUS, target
+from qdsl.manifest import Variant
+
+VARIANTS = (
+    Variant("one", (), order="a"),
+    Variant("few", (), order="b"),
+    Variant("many", (), order="b"),
+    Variant("fast", (), k_multiple=8, order="c"),
+    Variant("huge", (), k_multiple=64, order="c"),
+)
+ORDERS = {order: [v.name for v in VARIANTS if v.order == order] for order in "abc"}
+SPARE = Row(4096, 4096, ((1, "one"), (None, "many")), ((16, "few"), (None, "many")))
+TABLE = Table(
+    "by hand",
+    SPARE,
+    (
+        Row(4096, 4096, ((1, "one"), (16, "few"), (128, "fast"), (None, "huge")), ((None, "huge"),)),
+        Row(8192, 4096, ((None, "huge"),), ((16, "few"), (None, "many"))),
+    ),
+    Key("f16", "f16", "u4", 128),
+)
+
+
+def legal(k: int) -> set[str]:
+    return {v.name for v in VARIANTS if k % v.k_multiple == 0}
+
+
+sizes = st.integers(1, 1 << 20)
+
+
+def limits(names) -> st.SearchStrategy:
+    """Ascending limits with these variants, the last without a limit."""
+    ends = st.lists(sizes, max_size=5, unique=True).map(sorted)
+    return ends.flatmap(lambda e: st.tuples(*(st.tuples(st.just(end), st.sampled_from(names)) for end in [*e, None])))
+
+
+every = [v.name for v in VARIANTS]
+orders = st.sampled_from("abc").flatmap(lambda order: limits(ORDERS[order]))
+rows = st.builds(Row, sizes, sizes, limits(every), orders)
+plain = limits(["one", "few", "many"])
+spares = st.builds(Row, sizes, sizes, plain, st.sampled_from("ab").flatmap(lambda order: limits(ORDERS[order])))
+keys = st.builds(Key, st.sampled_from(["f16", "bf16"]), st.none() | st.just("f32"), st.none() | st.just("u4"),
+                 st.none() | st.just(64))  # fmt: skip
+tables = st.builds(Table, st.text(), spares, st.lists(rows, max_size=4).map(tuple), st.none() | keys)
+
+
+# ---- choosing ----------------------------------------------------------------------------------------------------
+@given(tables, sizes, sizes, sizes)
+def test_every_m_n_and_k_gets_a_variant_that_is_right_for_it(table, m, n, k):
+    assert not table.problems(VARIANTS)
+    free, fixed = table.limits(n, k, legal(k)), table.limits_of_one_order(n, k, legal(k))
+    assert at(free, m) in legal(k) and at(fixed, m) in legal(k)
+    assert len({v.order for v in VARIANTS if v.name in {name for _, name in fixed}}) == 1
+
+
+@given(tables, sizes, sizes)
+def test_a_limit_is_the_last_m_of_its_variant(table, n, k):
+    found = table.limits(n, k, legal(k))
+    ends = [end for end, _ in found]
+    assert ends[-1] is None and ends[:-1] == sorted(set(ends[:-1]))
+    for (end, name), (_, following) in itertools.pairwise(found):
+        assert at(found, end) == name != following == at(found, end + 1)
+
+
+@given(tables, sizes, sizes, sizes)
+def test_a_row_is_followed_where_it_is_legal(table, m, n, k):
+    row = table.nearest(n, k)
+    wanted = at(row.free, m)
+    assert at(table.limits(n, k, legal(k)), m) == (wanted if wanted in legal(k) else at(table.spare.free, m))
+
+
+@given(st.lists(rows, min_size=1, max_size=4).map(tuple), sizes, sizes)
+def test_the_nearest_row_is_the_nearest(rows, n, k):
+    def distance(row):
+        return abs(math.log2(n / row.n)) + abs(math.log2(k / row.k))
+
+    found = Table("", SPARE, rows).nearest(n, k)
+    assert distance(found) <= min(map(distance, rows)) + 1e-9
+
+
+@pytest.mark.parametrize(
+    ("m", "n", "k", "name"),
+    [
+        (1, 4096, 4096, "one"),
+        (2, 4096, 4096, "few"),
+        (16, 4096, 4096, "few"),
+        (17, 4096, 4096, "fast"),
+        (128, 4096, 4096, "fast"),
+        (129, 4096, 4096, "huge"),
+        (17, 4096, 4100, "many"),  # neither fast nor huge
+        (129, 4096, 4104, "many"),  # huge isn't right for it; fast would be, but was not measured there
+        (17, 4096, 4104, "fast"),
+        (1, 8192, 4096, "huge"),
+        (1, 8192, 4097, "one"),
+        (1, 5792, 4096, "one"),  # 5793 is half way between 4096 and 8192
+        (1, 5793, 4096, "huge"),
+        (1, 10**6, 64, "huge"),
+        (1, 1, 1, "one"),
+    ],
+)
+def test_boundaries(m, n, k, name):
+    assert at(TABLE.limits(n, k, legal(k)), m) == name
+
+
+def test_of_two_nearest_rows_the_larger_is_taken():
+    low, high = Row(1024, 1024, ((None, "one"),), ((None, "one"),)), Row(4096, 1024, ((None, "few"),), ((None, "few"),))
+    for rows in ((low, high), (high, low)):
+        assert Table("", SPARE, rows).nearest(2048, 1024) is high
+        assert Table("", SPARE, rows).nearest(2047, 1024) is low
+
+
+def test_one_order_is_kept_or_left_as_a_whole():
+    assert TABLE.limits_of_one_order(4096, 4096, legal(4096)) == ((None, "huge"),)
+    assert TABLE.limits_of_one_order(4096, 4104, legal(4104)) == SPARE.fixed
+
+
+def test_a_single_variant_serves_everything():
+    assert only("portable").limits(7, 9, {"portable"}) == ((None, "portable"),)
+    assert only("portable").limits_of_one_order(7, 9, {"portable"}) == ((None, "portable"),)
+
+
+def test_neighbours_of_the_same_name_are_merged():
+    assert merged([(1, "a"), (2, "a"), (4, "b"), (None, "b")]) == ((2, "a"), (None, "b"))
+
+
+# ---- texts -------------------------------------------------------------------------------------------------------
+@given(tables)
+def test_a_table_comes_back_from_json(table):
+    assert Table.from_data(json.loads(json.dumps(asdict(table)))) == table
+
+
+@given(st.lists(tables, max_size=3))
+def test_a_file_of_tables_comes_back(given):
+    assert tables_from_json(tables_to_json(given)) == tuple(given)
+
+
+def test_a_table_prints_its_choices():
+    assert str(TABLE) == (
+        "by hand: f16, scale f16, zero u4, groups of 128; n x k:\n"
+        "  4096x4096: one to m = 1, few to 16, fast to 128, then huge; one order: huge\n"
+        "  8192x4096: huge; one order: few to m = 16, then many\n"
+        "  any other k: one to m = 1, then many; one order: few to m = 16, then many"
+    )
+
+
+@pytest.mark.parametrize(
+    "limits",
+    [(), ((1, "one"),), ((2, "a"), (1, "b"), (None, "c")), ((1, "a"), (1, "b"), (None, "c")), ((None, "a"), (None, "b")),
+     ((0, "a"), (None, "b")), (("1", "a"), (None, "b")), ((1.5, "a"), (None, "b")), ((None, 3),)],
+)  # fmt: skip
+def test_wrong_limits_are_refused(limits):
+    with pytest.raises((ValueError, TypeError)):
+        Row(1, 1, limits, ((None, "a"),))
+    with pytest.raises((ValueError, TypeError)):
+        Row(1, 1, ((None, "a"),), limits)
+
+
+def test_problems_are_named():
+    assert not TABLE.problems(VARIANTS)
+    assert "no variant huge" in TABLE.problems(VARIANTS[:-1])[0]
+    mixed = replace(TABLE, rows=(Row(1, 1, ((None, "one"),), ((1, "one"), (None, "few"))),))
+    assert "one order is said to be several" in mixed.problems(VARIANTS)[0]
+    picky = replace(TABLE, spare=Row(1, 1, ((None, "fast"),), ((None, "fast"),)))
+    assert "not right for every k" in picky.problems(VARIANTS)[0]
+
+
+# ---- the tables that ship ----------------------------------------------------------------------------------------
+def weight_of(key: Key) -> Weight:
+    """A weight of these kernels: constants and signs make no difference to speed."""
+    names = {None: None, "f16": "float16", "bf16": "bfloat16", "f32": "float32", "u4": "u4", "float": "float16"}
+    return Weight(names[key.compute], 0 if key.zero else 8, names[key.zero], names[key.scale], key.group, False)
+
+
+@pytest.mark.parametrize("arch", [arch for arch in GPUS if measured.tables(arch)])
+def test_measured_tables_name_variants_that_exist(arch):
+    """If this fails after a change of the tiles, measure again (`qdsl tune`) or take the names out of the file."""
+    found = measured.tables(arch)
+    assert len({table.key for table in found}) == len(found)
+    for table in found:
+        kernels = candidates(target("cuda", arch), weight_of(table.key))
+        assert not table.problems(tuple(Variant(c.name, (), c.k_multiple, c.order) for c in kernels))
+
+
+def test_kernels_without_a_table_take_that_of_the_most_similar():
+    exact = Key("f16", "f16", "u4", 128)
+    assert measured.table("sm_90a", exact).key == exact
+    similar = measured.table("sm_90a", Key("f16", None, None, 64))
+    assert similar.key == Key("f16", None, None, 64)
+    assert similar.rows == measured.table("sm_90a", exact).rows and f"with {exact}" in similar.source
+    assert measured.table("sm_80", exact) is None
