@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from qdsl.choice import Key, Row, Table, only
+from qdsl.choice import Key, Table, only
 from qdsl.codegen.target import Target
 from qdsl.diagnostic import Diagnostic, TargetError, error
 from qdsl.dtype import DType, dtype
@@ -238,26 +238,21 @@ def _group(t: Tensor) -> int | None:
 
 
 def _main_loop_variants(scheme: Scheme, target: Target, loop: MainLoop) -> tuple[tuple[Variant, ...], Table]:
-    from qdsl.codegen.cuda import measured
+    from qdsl.codegen.cuda import measured, model
     from qdsl.codegen.cuda.candidates import candidates
     from qdsl.codegen.cuda.main_loop import weight_of
 
     given = [n for n in (loop.code, loop.scale, loop.zero) if n]
     rest = [t.name for t in scheme.tensors if t.loaded and t.name not in given]
     args = ("x", *given, *rest, "y")
-    variants = tuple(
-        Variant(c.name, (Step(f"linear_{c.name}", args),), c.k_multiple, c.order)
-        for c in candidates(target, weight_of(scheme, loop))
-    )
-    table = measured.table(target.arch, loop.key(scheme))
-    return variants, table if table is not None and not table.problems(variants) else _TODAY
-
-
-_TODAY = Table(
-    "by hand",
-    Row(4096, 4096, ((1, "m1"), (8, "m8"), (16, "m16"), (32, "m32"), (64, "m64"), (256, "m256"), (None, "any")),
-        ((None, "any"),)),
-)  # fmt: skip
+    weight = weight_of(scheme, loop)
+    kernels = candidates(target, weight)
+    variants = tuple(Variant(c.name, (Step(f"linear_{c.name}", args),), c.k_multiple, c.order) for c in kernels)
+    key = loop.key(scheme)
+    table = measured.table(target.arch, key)
+    if table is None or table.problems(variants):  # of tiles that have changed since: a test says so
+        table = model.table(key, weight, target.gpu, {c.name: c.work for c in kernels}, variants)
+    return variants, table
 
 
 # ---- kernel layouts ----------------------------------------------------------------------------------------------

@@ -14,18 +14,59 @@ GPUS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_103
 
 
 @dataclass(frozen=True)
+class Gpu:
+    """A GPU of an architecture, as the model of kernel times (`qdsl.codegen.cuda.model`) knows it.
+
+    bandwidth    bytes per second from its memory
+    mma, wgmma   16-bit operations per second of `mma.sync` and of Hopper's `wgmma`, with float32 sums; 0: it has none
+    clock        cycles per second under load
+    shared       bytes of shared memory of an SM
+    threads      that an SM holds
+    """
+
+    name: str
+    sms: int
+    bandwidth: float
+    mma: float
+    clock: float
+    shared: int
+    threads: int = 2048
+    wgmma: float = 0.0
+
+
+# Published numbers, rounded, of the GPU that most machines of an architecture have; those of sm_90 were measured.
+_A100 = Gpu("A100", 108, 1.9e12, 280e12, 1.4e9, 164 << 10)
+_H200 = Gpu("H200", 132, 4.3e12, 428e12, 1.75e9, 228 << 10, wgmma=800e12)
+_B200 = Gpu("B200", 148, 7.5e12, 600e12, 1.85e9, 228 << 10)
+_GPUS = {
+    "sm_80": _A100,
+    "sm_86": Gpu("RTX 3090", 82, 0.93e12, 71e12, 1.7e9, 100 << 10, 1536),
+    "sm_87": Gpu("Jetson AGX Orin", 16, 0.2e12, 40e12, 1.3e9, 164 << 10, 1536),
+    "sm_89": Gpu("L40S", 142, 0.86e12, 330e12, 2.2e9, 100 << 10, 1536),
+    "sm_90": _H200,
+    "sm_90a": _H200,
+    "sm_100": _B200,
+    "sm_103": _B200,
+    "sm_120": Gpu("RTX 5090", 170, 1.7e12, 210e12, 2.4e9, 100 << 10, 1536),
+    "sm_121": Gpu("GB10", 48, 0.27e12, 60e12, 2.4e9, 100 << 10, 1536),
+}
+
+
+@dataclass(frozen=True)
 class Target:
     """One architecture.
 
     multiplies   operand types that the portable loop nest multiplies, cheapest first; anything else is widened to the
                  first that holds it exactly
     fragments    operand types of `mma.sync` that the tensor-core main loop uses
+    gpu          what kernel times are predicted for, on CUDA
     """
 
     kind: str  # "cpu" or "cuda"
     arch: str
     multiplies: tuple[str, ...]
     fragments: tuple[str, ...]
+    gpu: Gpu | None = None
 
     def __str__(self) -> str:
         return f"{self.kind} {self.arch}"
@@ -40,7 +81,7 @@ def target(kind: str, arch: str) -> Target:
         if (match := re.fullmatch(r"sm_(\d+)a?", arch)) and int(match[1]) < 80:
             raise TargetError(f"{arch} is too old: the kernels need cp.async and bf16 mma, which came with sm_80")
         _known(arch, GPUS, "CUDA architecture")
-        return Target("cuda", arch, ("i32", "f32"), ("f16", "bf16"))
+        return Target("cuda", arch, ("i32", "f32"), ("f16", "bf16"), _GPUS[arch])
     raise TargetError(f"unknown target `{kind}`; one of `cpu`, `cuda`")
 
 

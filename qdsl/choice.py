@@ -9,7 +9,8 @@ the set of names that are `legal`.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+import math
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any
@@ -177,6 +178,60 @@ def _ends(*rows: Row) -> list[int | None]:
 def _first_legal(m: int | None, wanted: Limits, spare: Limits, legal: Collection[str]) -> str:
     name = at(wanted, m)
     return name if name in legal else at(spare, m)
+
+
+# ---- from times to tables ----------------------------------------------------------------------------------------
+TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 768, 1024, 2048, 4096)  # the m to time
+LIKE = 1.01  # times that differ by no more than this factor count as equal
+
+Times = Mapping[int, Mapping[str, float]]  # m -> variant -> time
+
+
+def fastest(times: Times) -> Limits:
+    """The fastest variant for every m, where an m that was not timed counts as the next larger one that was.
+
+    So an m between two timed ones never takes longer than the larger of them. Among equals, the neighbour's.
+    """
+    found: list[tuple[int | None, str]] = []
+    for m in sorted(times, reverse=True):
+        best = min(times[m], key=times[m].__getitem__)
+        if found and times[m].get(found[0][1], math.inf) <= LIKE * times[m][best]:
+            continue
+        found.insert(0, (m if found else None, best))
+    return tuple(found)
+
+
+def of_one_order(times: Times, variants: Sequence[Variant]) -> Times:
+    """The times of the variants of one order: of the one that costs the least at the m where it costs the most."""
+
+    def costs(names: set[str]) -> tuple[float, float]:
+        ratios = []
+        for at_m in times.values():
+            own = min((time for name, time in at_m.items() if name in names), default=math.inf)
+            ratios.append(own / min(at_m.values()))
+        return max(ratios), sum(ratios)
+
+    orders: dict[str, set[str]] = {}
+    for v in variants:
+        orders.setdefault(v.order or v.name, set()).add(v.name)
+    return _only(times, min(orders.values(), key=costs))
+
+
+def table_of(
+    source: str, key: Key | None, times: Mapping[tuple[int, int], Times], variants: Sequence[Variant],
+    choose: Callable[[Times], Limits] = fastest,
+) -> Table:  # fmt: skip
+    """The table of what was timed, by (n, k). The spare choice is that of the shape nearest to 4096x4096."""
+    rows = [Row(n, k, choose(t), choose(of_one_order(t, variants))) for (n, k), t in sorted(times.items())]
+    middle = Table("", rows[0], tuple(rows)).nearest(4096, 4096)
+    plain = [v for v in variants if v.k_multiple == 1]
+    spared = _only(times[middle.n, middle.k], {v.name for v in plain})
+    spare = Row(middle.n, middle.k, choose(spared), choose(of_one_order(spared, plain)))
+    return Table(source, spare, tuple(rows), key)
+
+
+def _only(times: Times, names: Collection[str]) -> Times:
+    return {m: {name: time for name, time in at_m.items() if name in names} for m, at_m in times.items()}
 
 
 # ---- files -------------------------------------------------------------------------------------------------------

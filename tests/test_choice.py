@@ -11,7 +11,20 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from qdsl.choice import Key, Row, Table, at, merged, only, tables_from_json, tables_to_json
+from qdsl.choice import (
+    LIKE,
+    Key,
+    Row,
+    Table,
+    at,
+    fastest,
+    merged,
+    of_one_order,
+    only,
+    table_of,
+    tables_from_json,
+    tables_to_json,
+)
 from qdsl.codegen.cuda import measured
 from qdsl.codegen.cuda.candidates import candidates
 from qdsl.codegen.cuda.weight import Weight
@@ -138,6 +151,56 @@ def test_a_single_variant_serves_everything():
 
 def test_neighbours_of_the_same_name_are_merged():
     assert merged([(1, "a"), (2, "a"), (4, "b"), (None, "b")]) == ((2, "a"), (None, "b"))
+
+
+# ---- from times --------------------------------------------------------------------------------------------------
+grid = st.lists(st.integers(1, 4096), min_size=1, max_size=8, unique=True)
+complete = grid.flatmap(  # a time for every variant at every m
+    lambda ms: st.fixed_dictionaries({m: st.fixed_dictionaries({n: st.floats(1, 1e4) for n in every}) for m in ms})
+)
+
+
+@given(complete, st.integers(1, 5000))
+def test_no_m_takes_longer_than_the_next_one_that_was_timed(times, m):
+    """There is no cliff: what is chosen for m is as good as the best for the next timed m."""
+    name = at(fastest(times), m)
+    timed = min((t for t in times if t >= m), default=max(times))
+    assert times[timed][name] <= LIKE * min(times[timed].values())
+
+
+@given(complete)
+def test_one_order_costs_the_least_where_it_costs_the_most(times):
+    def worst(names):
+        return max(min(t[name] for name in names) / min(t.values()) for t in times.values())
+
+    found = of_one_order(times, VARIANTS)
+    names = {name for t in found.values() for name in t}
+    assert sorted(names) in [sorted(group) for group in ORDERS.values()]
+    assert worst(names) == min(map(worst, ORDERS.values()))
+
+
+@given(st.dictionaries(st.tuples(sizes, sizes), complete, min_size=1, max_size=3))
+def test_a_table_of_times_can_be_chosen_by(times):
+    table = table_of("measured", None, times, VARIANTS)
+    assert not table.problems(VARIANTS)
+    assert {(row.n, row.k) for row in table.rows} == times.keys()
+    for row in table.rows:
+        assert row.free == fastest(times[row.n, row.k])
+
+
+def test_a_limit_lies_at_the_largest_m_that_its_variant_wins():
+    times = {1: {"a": 1, "b": 2}, 8: {"a": 2, "b": 2.5}, 16: {"a": 5, "b": 3}, 32: {"a": 9, "b": 4}}
+    assert fastest(times) == ((8, "a"), (None, "b"))
+
+
+def test_what_differs_by_noise_does_not_change_the_variant():
+    assert fastest({1: {"a": 1.0, "b": 1.005}, 2: {"a": 1.0, "b": 1.0}, 4: {"a": 2, "b": 1}}) == ((None, "b"),)
+
+
+def test_variants_that_were_not_timed_everywhere():
+    times = {1: {"one": 1.0, "few": 2.0}, 64: {"few": 3.0, "many": 1.0}}
+    assert fastest(times) == ((1, "one"), (None, "many"))
+    assert of_one_order(times, VARIANTS) == {1: {"few": 2.0}, 64: {"few": 3.0, "many": 1.0}}
 
 
 # ---- texts -------------------------------------------------------------------------------------------------------

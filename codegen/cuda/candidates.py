@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 from tvm import tirx
 
 from qdsl.codegen.cuda import mma
-from qdsl.codegen.cuda.stage import Stage, fitted
+from qdsl.codegen.cuda.model import Work
+from qdsl.codegen.cuda.stage import Stage, fitted, pool_bytes
 from qdsl.codegen.cuda.weight import Weight
 from qdsl.codegen.target import Target
 
@@ -22,23 +22,39 @@ class Candidate:
     """One kernel.
 
     lower       (function's name, extra buffers, epilogue) -> the kernel
+    work        its tile, as the model of times knows it
     order       names the order in which a row's products are summed (`Stage.order`)
     k_multiple  what k must be a multiple of
     """
 
     name: str
     lower: Callable[..., tirx.PrimFunc]
+    work: Work
     order: str
     k_multiple: int = 1
 
 
 def candidates(target: Target, weight: Weight) -> tuple[Candidate, ...]:
     """Every kernel for a weight on a target, by rising number of tokens."""
-    return tuple(
-        Candidate(tile.name, partial(_lower_mma, weight, tile), Stage(weight, fitted(weight, tile)).order)
-        for tile in mma.tiles()
+    return tuple(_mma(weight, tile) for tile in mma.tiles())
+
+
+def _mma(weight: Weight, tile: mma.Tile) -> Candidate:
+    def lower(name: str, extra, epilogue) -> tirx.PrimFunc:
+        return mma.lower(name, weight, tile, extra, epilogue)
+
+    small = fitted(weight, tile)
+    packed = weight.zero in (None, "u4") and weight.scale in (None, weight.compute)
+    work = Work(
+        tokens=tile.tokens,
+        features=tile.features,
+        teams=tile.teams,
+        slice=64 * small.slice,
+        stages=small.stages,
+        threads=tile.threads,
+        resident=tile.resident,
+        shared=pool_bytes(weight, small),
+        multiplier="mma",
+        decode="sums" if tile.correct == "sums" else "weights" if packed else "floats",
     )
-
-
-def _lower_mma(weight: Weight, tile: mma.Tile, name: str, extra, epilogue) -> tirx.PrimFunc:
-    return mma.lower(name, weight, tile, extra, epilogue)
+    return Candidate(tile.name, lower, work, Stage(weight, small).order)
