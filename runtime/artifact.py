@@ -8,6 +8,7 @@ traced graph, a pickle or a copied layer needs to hold nothing but the key.
 from __future__ import annotations
 
 import functools
+import hashlib
 import os
 import platform
 from bisect import bisect_left
@@ -216,7 +217,8 @@ class Kernel:
     def __init__(self, artifact: Artifact, arch: str, scheme: Scheme, batch_invariant: bool = False):
         m = artifact.manifest
         self.artifact, self.arch, self.scheme, self.batch_invariant = artifact, arch, scheme, batch_invariant
-        self.key = f"{m.scheme} {arch} {m.digest[:16]}{' batch-invariant' if batch_invariant else ''}"
+        same = hashlib.sha256(f"{m.digest} {m.tables[arch]}".encode()).hexdigest()  # a table may change: `qdsl tune`
+        self.key = f"{m.scheme} {arch} {same[:16]}{' batch-invariant' if batch_invariant else ''}"
         known = {b.tensor for b in m.buffers}
         self.names = tuple(t.name for t in scheme.tensors if t.loaded and t.name in known)
         steps = [step for variant in m.variants[arch] for step in variant.steps]

@@ -35,7 +35,7 @@ _DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 
 def load_quantized(
     model: nn.Module, directory: str | Path, *, device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None, compile: str = "auto",
+    dtype: torch.dtype | None = None, compile: str = "auto", batch_invariant: bool = False,
 ) -> nn.Module:  # fmt: skip
     """Load a quantized checkpoint into a model of its architecture; returns the model.
 
@@ -43,7 +43,7 @@ def load_quantized(
     directory  config and safetensors as the quantizing tool wrote them
     device     where to put the model; by default each parameter stays where it is (meta ones go to the CPU)
     dtype      type of activations and dense weights; by default the model's own
-    compile    as for QuantLinear
+    compile    as for QuantLinear, and so is `batch_invariant`
 
     Linears that the checkpoint stores quantized become `QuantLinear`s, every other parameter is loaded as it is.  A tied
     head stays tied unless the checkpoint stores it quantized.  Raises CheckpointError, listing all that is wrong and
@@ -68,7 +68,7 @@ def load_quantized(
     if not problems:  # a layer is only checked once its format is known to be understood
         layers = {}
         for name, choice in plan.choices.items():
-            layers[name], found = _layer(model, name, choice, files, device, dtype, compile)
+            layers[name], found = _layer(model, name, choice, files, device, dtype, compile, batch_invariant)
             problems += found
     if problems:
         raise CheckpointError(f"{directory} can't be loaded:\n" + "\n".join(f"- {problem}" for problem in problems))
@@ -298,7 +298,14 @@ def _some(names: Iterable[str], count: int = 4) -> str:
 
 # ---- layers ------------------------------------------------------------------------------------------------------
 def _layer(
-    model: nn.Module, name: str, choice: Choice, files: StoredTensors, device, dtype, compile: str
+    model: nn.Module,
+    name: str,
+    choice: Choice,
+    files: StoredTensors,
+    device,
+    dtype,
+    compile: str,
+    batch_invariant: bool,
 ) -> tuple[QuantLinear | None, list[str]]:
     """An empty layer for a module, and what keeps the files from filling it."""
     old = model.get_submodule(name)
@@ -307,7 +314,7 @@ def _layer(
     try:
         layer = QuantLinear(
             choice.scheme, old.in_features, old.out_features, choice.bias, "cpu" if place.type == "meta" else place,
-            dtype or old.weight.dtype, compile=compile, **choice.params,
+            dtype or old.weight.dtype, compile=compile, batch_invariant=batch_invariant, **choice.params,
         )  # fmt: skip
     except (Error, TypeError) as problem:
         return None, [f"{name}: {problem}"]

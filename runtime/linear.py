@@ -25,7 +25,15 @@ from qdsl.runtime.artifact import Kernel, find_artifact, refuse_in_capture, regi
 from qdsl.runtime.artifact import kernel as kernel_of
 from qdsl.runtime.buffer import float_format, moved, plain_buffer, repacked, same_bits, signed, spelled, torch_type
 from qdsl.runtime.op import linear, rows
-from qdsl.runtime.resolve import check_layer, check_table, kept_tensors, parsed, resolved, with_dtype
+from qdsl.runtime.resolve import (
+    check_layer,
+    check_rows_stand_alone,
+    check_table,
+    kept_tensors,
+    parsed,
+    resolved,
+    with_dtype,
+)
 from qdsl.runtime.state import Tag, tag
 from qdsl.scheme import Binding, Scheme, Storage, Tensor, shape_error
 
@@ -43,6 +51,9 @@ class QuantLinear(nn.Module):
     artifact      a compiled artifact (or its directory) to use instead of searching for one
     compile       "auto" compiles what is found neither in $QDSL_ARTIFACTS nor in the cache; "never" raises instead
     phase         which activation block a layer of a scheme with phases uses
+    batch_invariant   whether the bits of a row of y must not depend on the other rows, nor on how many there are: the
+                  layer then keeps to kernels of one order of summation, which is not the fastest for every m. Without it
+                  equal calls give equal bits, and other numbers of rows may take kernels that round differently
     params        parameters of the scheme, such as group=64
 
     The layer has no numbers until `load`, `load_state_dict` or `from_float`, and refuses to run before.
@@ -51,7 +62,8 @@ class QuantLinear(nn.Module):
     def __init__(
         self, scheme: str | Path | Scheme, in_features: int, out_features: int, bias: bool = False,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None, *,
-        artifact: str | Path | Artifact | None = None, compile: str = "auto", phase: str = "", **params: Any,
+        artifact: str | Path | Artifact | None = None, compile: str = "auto", phase: str = "",
+        batch_invariant: bool = False, **params: Any,
     ):  # fmt: skip
         super().__init__()
         if compile not in ("auto", "never"):
@@ -64,9 +76,12 @@ class QuantLinear(nn.Module):
             scheme = parsed(given.manifest.text, given.manifest.scheme, tuple(given.manifest.params.items()))
         self.scheme = resolved(scheme, params, dtype)
         self.in_features, self.out_features, self.phase = in_features, out_features, phase
+        self.batch_invariant = batch_invariant
         self._has_bias, self._compile, self._given = bias, compile, given
         self._origin = scheme.name if isinstance(scheme, Scheme) else str(scheme)
         check_layer(self.scheme, in_features, out_features, bias, phase)
+        if batch_invariant:
+            check_rows_stand_alone(self.scheme, phase)
         self._wanted = kept_tensors(self.scheme, bias, phase)
         self._held: dict[str, Buffer] = {}  # what each registered buffer holds
         self._keys: dict[torch.dtype, str] = {}  # activation type -> kernel
@@ -115,7 +130,7 @@ class QuantLinear(nn.Module):
         return self.out_features // half[1] if half else self.out_features
 
     def extra_repr(self) -> str:
-        state = "" if self._loaded else ", not loaded"
+        state = (", batch_invariant" if self.batch_invariant else "") + ("" if self._loaded else ", not loaded")
         return f"{self.scheme.bound}, in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}{state}"
 
     def _shape(self, name: str) -> tuple[int, ...]:
@@ -137,7 +152,7 @@ class QuantLinear(nn.Module):
                 f"{scheme.bound}: beyond k = {limit} a sum of products could overflow {scheme.compute.accumulator}, "
                 f"and this layer has k = {self.in_features}"
             )
-        return register(artifact, device, scheme)
+        return register(artifact, device, scheme, self.batch_invariant)
 
     def _follows(self, declared: Tensor) -> bool:
         """Whether a tensor has the type of the activations, so that its own values must outlive a change of that."""

@@ -13,7 +13,7 @@ import torch
 import qdsl
 from qdsl.diagnostic import Error, SchemeError
 from qdsl.dtype import DType
-from qdsl.expr import Item, Ref, walk
+from qdsl.expr import Expr, Item, Ref, walk
 from qdsl.manifest import plain_params
 from qdsl.runtime import repack
 from qdsl.scheme import Free, Scheme, Tensor, Var
@@ -88,6 +88,17 @@ def check_layer(scheme: Scheme, k: int, n: int, bias: bool, phase: str) -> None:
     for t in kept_tensors(scheme, bias, phase).values():
         if Var("m") in t.index or any(isinstance(i, Free) for i in t.index):
             raise Error(f"{scheme.bound}: `{t}` has no size before a call, and a QuantLinear can't hold it yet")
+
+
+def check_rows_stand_alone(scheme: Scheme, phase: str) -> None:
+    """Raises Error when a row of y depends on other rows of x by the scheme's own equations."""
+    active = scheme.activation(phase)
+    for t in active.operand.tensors if active else ():
+        if isinstance(t.value, Expr) and Var("m") not in t.index:
+            raise Error(
+                f"{scheme.bound} can't be batch-invariant: `{t}` is computed from all rows of x together; "
+                f"give `{t.name}` the index m, or leave batch_invariant out"
+            )
 
 
 def kept_tensors(scheme: Scheme, bias: bool, phase: str) -> dict[str, Tensor]:

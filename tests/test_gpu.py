@@ -120,6 +120,60 @@ def test_changing_the_type_keeps_the_bits():
         assert layer(x.float()).dtype == BF16
 
 
+# ---- bits --------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(("n", "k"), [(N, K), (40, 192), (320, 1344), (64, 4304), (4096, 4096), (1024, 14336)])
+@pytest.mark.parametrize("kind", [HALF, BF16])
+def test_batch_invariant_rows_have_the_bits_they_have_alone(kind, n, k):
+    layer, _ = filled(n=n, k=k, dtype=kind, batch_invariant=True)
+    x = inputs(layer, 300)
+    alone = torch.cat([layer(row[None]) for row in x])
+    for m in range(1, 301):
+        assert torch.equal(layer(x[:m]), alone[:m]), m
+    x[::2] = 100
+    assert torch.equal(layer(x)[1::2], alone[1::2])
+
+
+@pytest.mark.parametrize(("scheme", "params"), [u for u in USED if u[1]["act"] != "f32"], ids=str)
+def test_every_scheme_can_be_batch_invariant(scheme, params):
+    layer, _ = filled(scheme, batch_invariant=True, **params)
+    x = inputs(layer, 257)
+    alone = torch.cat([layer(row[None]) for row in x])
+    for m in (m for m in MANY if m <= 257):
+        assert torch.equal(layer(x[:m]), alone[:m]), m
+
+
+@pytest.mark.parametrize("params", [{"act": "f16"}, {"act": "bf16"}, {"act": "f16", "group": "k"}], ids=str)
+def test_variants_of_equal_order_give_equal_bits(params):
+    """What `Variant.order` promises, for every kernel in the artifact."""
+    for n, k in ((N, K), (80, 320), (320, 1344), (512, 4096)):
+        layer, _ = filled(n=n, k=k, **params)
+        legal = layer.kernel.variants(k)
+        orders = {v.name: v.order for v in layer.manifest.variants[layer.kernel.arch] if v.name in legal}
+        for m in (1, 7, 33, 130):
+            x, found = inputs(layer, m), {}
+            for name, order in orders.items():
+                y = torch.full((m, n), float("nan"), dtype=layer.dtype, device="cuda")
+                layer.run_into(x, y, variant=name)
+                assert torch.equal(y, found.setdefault(order, y)), (name, order, m, n, k)
+
+
+def test_every_variant_is_right():
+    layer, patterns = filled(n=80, k=320)
+    for name in layer.kernel.variants(320):
+        for m in (1, 5, 17, 130):
+            x, y = inputs(layer, m), torch.full((m, 80), float("nan"), dtype=HALF, device="cuda")
+            layer.run_into(x, y, variant=name)
+            check(layer, patterns, x, y)
+
+
+def test_by_default_equal_calls_give_equal_bits():
+    layer, _ = filled(n=4096, k=4096)
+    for m in (1, 4, 16, 64, 257):
+        x = inputs(layer, m)
+        y = layer(x)
+        assert all(torch.equal(layer(x), y) for _ in range(50))
+
+
 # ---- graphs and streams ------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("m", [1, 4, 64, 300])
 def test_a_captured_graph_replays_what_eager_computes(m):
