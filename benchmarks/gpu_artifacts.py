@@ -1,12 +1,13 @@
-"""Compile what the GPU scripts need, on a machine with the compiler: `python benchmarks/gpu_artifacts.py DIR`.
+"""Compile what the GPU scripts need, on a machine with the compiler: `python benchmarks/gpu_artifacts.py DIR [SCHEME…]`.
 
-DIR then goes to a GPU machine, where QDSL_ARTIFACTS=DIR makes it known; no compiler is needed there.
+Without names of schemes, all that are shipped: `w4a16.py` runs awq4 and gptq_sym alone.  DIR then goes to a GPU machine, where QDSL_ARTIFACTS=DIR makes it known; no compiler is needed there.
 """
 
 from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import qdsl
@@ -27,8 +28,8 @@ def variants() -> list[qdsl.Scheme]:
     return [qdsl.load(name, **params) for name in qdsl.shipped() for params in ({}, *MORE.get(name, ()))]
 
 
-def main(directory: Path) -> None:
-    schemes = variants()
+def main(directory: Path, names: Sequence[str]) -> None:
+    schemes = [scheme for scheme in variants() if not names or scheme.name in names]
     for at, scheme in enumerate(schemes, 1):
         start = time.perf_counter()
         name = "-".join([scheme.name, *(str(v) for v in scheme.params.values())])
@@ -37,4 +38,4 @@ def main(directory: Path) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

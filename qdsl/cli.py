@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -90,6 +91,17 @@ def _parser() -> argparse.ArgumentParser:
     _target_arguments(p)
     p.add_argument("--seed", type=int, default=0, help="of the random data (default 0)")
     p.add_argument("--json", action="store_true", help="print one record a scheme")
+
+    p = command("bench", _bench, "measure compiled kernels beside torch's dense product")
+    _scheme_argument(p)
+    _target_arguments(p)
+    p.add_argument("--shapes", type=shapes, default=((4096, 4096),), metavar="KxN,…", help="default 4096x4096")
+    p.add_argument("--m", dest="tokens", type=tokens, default=(1, 16, 64), metavar="M,…", help="default 1,16,64")
+    p.add_argument("--bandwidth", type=_positive, metavar="GB/s", help="of the floor (default: measured here)")
+    p.add_argument("--flops", type=_positive, metavar="TFLOP/s", help="of the floor (default: measured here)")
+    p.add_argument("--json", action="store_true", help="print the results file instead of a table")
+    p.add_argument("--out", type=Path, metavar="FILE.json", help="write the results here")
+    p.add_argument("--plot", type=Path, metavar="FILE.png", help="draw time and floor over M, a panel a shape")
     return parser
 
 
@@ -114,6 +126,35 @@ def _assignment(text: str) -> tuple[str, str]:
     if not (name and equals and value):
         raise argparse.ArgumentTypeError(f"{text!r} is not NAME=VALUE")
     return name, value
+
+
+def shapes(text: str) -> tuple[tuple[int, int], ...]:
+    """`4096x14336,8192x8192` as (K, N) pairs."""
+    found = []
+    for at, part in enumerate(text.split(","), 1):
+        size = re.fullmatch(r"([1-9][0-9]{0,8})x([1-9][0-9]{0,8})", part.strip())
+        if size is None:
+            raise argparse.ArgumentTypeError(f"item {at} of {text!r} is {part!r}, not KxN; write 4096x14336,8192x8192")
+        found.append((int(size[1]), int(size[2])))
+    return tuple(dict.fromkeys(found))
+
+
+def tokens(text: str) -> tuple[int, ...]:
+    """`1,16,64` as numbers."""
+    found = []
+    for at, part in enumerate(text.split(","), 1):
+        if re.fullmatch(r"[1-9][0-9]{0,8}", part.strip()) is None:
+            raise argparse.ArgumentTypeError(
+                f"item {at} of {text!r} is {part!r}, not a number of tokens; write 1,16,64"
+            )
+        found.append(int(part))
+    return tuple(dict.fromkeys(found))
+
+
+def _positive(text: str) -> float:
+    if re.fullmatch(r"[0-9]*\.?[0-9]+(e[0-9]+)?", text) is None or not 0 < float(text) < float("inf"):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number")
+    return float(text)
 
 
 # ---- verbs -------------------------------------------------------------------------------------------------------
@@ -272,6 +313,39 @@ def _verify(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(records, indent=1))
     return int(failed)
+
+
+def _bench(args: argparse.Namespace) -> int:
+    from qdsl import plot, results
+    from qdsl.codegen.target import target
+
+    scheme = qdsl.load(args.scheme, **dict(args.params))
+    for arch in args.archs:
+        target(args.target, arch)
+    if args.out:
+        results.writable(args.out)
+    if args.plot:
+        plot.require(args.plot)
+    from qdsl.runtime.bench import HEADER, Bench
+
+    bandwidth = args.bandwidth and args.bandwidth * 1e9
+    operations = args.flops and args.flops * 1e12
+    bench = Bench(scheme, args.target, args.archs, args.shapes, args.tokens, bandwidth, operations)
+    if not args.json:
+        print(f"{bench}\n{HEADER}", flush=True)
+    rows = []
+    for row in bench.rows():
+        rows.append(row)
+        if not args.json:
+            print(row, flush=True)
+    found = bench.as_results(rows)
+    if args.json:
+        print(found.to_json(), end="")
+    if args.out:
+        results.write(args.out, found)
+    if args.plot:
+        plot.draw(found, args.plot)
+    return 0
 
 
 if __name__ == "__main__":

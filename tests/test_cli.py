@@ -13,7 +13,7 @@ import pytest
 from qdsl import cli
 
 ROOT = Path(__file__).parent.parent
-VERBS = ("compile", "check", "fmt", "list", "show", "verify")
+VERBS = ("compile", "check", "fmt", "list", "show", "verify", "bench")
 GOOD = """\
 scheme tiny
     "Bytes and one scale per channel."
@@ -204,17 +204,17 @@ def test_verify_reports_and_fails_when_a_kernel_is_wrong(tiny, capsys, monkeypat
 
 
 # ---- bad input ---------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("verb", ["compile", "check", "fmt", "show", "verify"])
+@pytest.mark.parametrize("verb", ["compile", "check", "fmt", "show", "verify", "bench"])
 def test_a_missing_file(verb, tmp_path, failing):
     assert "absent.q" in failing(verb, tmp_path / "absent.q")
 
 
-@pytest.mark.parametrize("verb", ["compile", "check", "fmt", "show", "verify"])
+@pytest.mark.parametrize("verb", ["compile", "check", "fmt", "show", "verify", "bench"])
 def test_a_directory_that_is_no_artifact(verb, tmp_path, failing):
     assert str(tmp_path) in failing(verb, tmp_path)
 
 
-@pytest.mark.parametrize("verb", ["compile", "check", "fmt", "show", "verify"])
+@pytest.mark.parametrize("verb", ["compile", "check", "fmt", "show", "verify", "bench"])
 @pytest.mark.parametrize("data", [b"\xff\xfe\x00garbage\x80", b"\0" * 64, b"\x7fELF\x02\x01\x01", b"", b"scheme"])
 def test_a_file_that_is_no_scheme(verb, data, tmp_path, failing):
     file = tmp_path / "binary.q"
@@ -222,7 +222,7 @@ def test_a_file_that_is_no_scheme(verb, data, tmp_path, failing):
     assert "binary.q" in failing(verb, file)
 
 
-@pytest.mark.parametrize("verb", ["compile", "check", "show", "verify"])
+@pytest.mark.parametrize("verb", ["compile", "check", "show", "verify", "bench"])
 def test_an_unknown_scheme(verb, failing):
     assert "did you mean `awq4`?" in failing(verb, "awq5")
 
@@ -252,7 +252,7 @@ def test_usage_errors(capsys):
 @pytest.mark.parametrize(("target", "arch", "words"), [("cuda", "sm_99", "unknown CUDA architecture `sm_99`"),
                                                        ("cuda", "sm_70", "too old"), ("cuda", "x86-64-v3", "sm_80"),
                                                        ("cpu", "x86-64-v9", "did you mean"), ("cpu", "sm_80", "x86-64-v3")])  # fmt: skip
-@pytest.mark.parametrize("verb", ["compile", "verify"])
+@pytest.mark.parametrize("verb", ["compile", "verify", "bench"])
 def test_an_unknown_architecture(verb, target, arch, words, failing):
     assert words in failing(verb, "awq4", "--target", target, "--arch", arch)
 

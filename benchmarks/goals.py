@@ -1,0 +1,146 @@
+"""Results of `w4a16.py` against the goals: `python benchmarks/goals.py [FILE.json] [--readme] [--plot FILE.png]`.
+
+A row for every (type, K, N, M): ours, the best peer, the goal, and whether it is met.  A cell in f16 is compared with the
+better of a peer's two types, one in bf16 with the peer's own bf16.  `--readme` puts the table into benchmarks/README.md.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from qdsl import plot, results
+from qdsl.diagnostic import Error
+from qdsl.results import Cell, Results
+
+HERE = Path(__file__).parent
+README = HERE / "README.md"
+RESULTS = HERE / "results" / "w4a16-h200.json"
+BEGIN, END = "<!-- goals: written by goals.py -->", "<!-- end of goals -->"
+FOUR_BIT = ("marlin", "machete", "humming", "tinygemm")
+FAST = FOUR_BIT[:3]  # without one of these no goal says much
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One row: our cell, the best of the peers that the goal looks at, and the goal in µs (None: no such goal, or no peer)."""
+
+    cell: Cell
+    best: Cell | None
+    goal: float | None
+
+    @property
+    def word(self) -> str:
+        if self.goal is None or self.cell.us is None:
+            return "–"
+        return "met" if self.cell.us <= self.goal else "missed"
+
+    def __str__(self) -> str:
+        c, best, goal = self.cell, "–", "–" if self.goal is None else f"{self.goal:.1f}"
+        if self.best is not None:
+            best = f"{self.best.us:.1f} {self.best.contender}"
+        ours, share = ("–", "–") if c.us is None else (f"{c.us:.1f}", f"{c.floor_us / c.us:.0%}")
+        return f"| {c.dtype} | {c.K}×{c.N} | {c.M} | {ours} | {share} | {best} | {goal} | {self.word} |"
+
+
+def family(cell: Cell) -> str:
+    return cell.contender.rpartition("_")[0] or cell.contender
+
+
+def verdict(cell: Cell, peers: Iterable[Cell]) -> Verdict:
+    """Compare a cell of ours with the peers' of the same product."""
+    allowed = ("f16", "bf16") if cell.dtype == "f16" else (cell.dtype,)
+    timed = [p for p in peers if p.us is not None and p.dtype in allowed]
+    four_bit = [p for p in timed if family(p) in FOUR_BIT]
+    dense = [p for p in timed if family(p) == "cublas"]
+    needed = FAST if cell.M < 1024 else ("machete",)
+    if cell.M >= 1024:
+        four_bit = [p for p in four_bit if family(p) == "machete"]
+    best = min(four_bit + dense, key=lambda p: p.us, default=None)
+    complete = bool(dense) and any(family(p) in needed for p in four_bit)
+    return Verdict(cell, best, limit(cell.M, best.us, cell.floor_us) if complete else None)
+
+
+def limit(m: int, best: float, floor: float) -> float | None:
+    """The most µs that M tokens may take, beside the best peer's and the floor; None for an M without a goal."""
+    if m in (1, 2, 4, 8):
+        return max(0.65 * best, 1.15 * floor + 1.5)
+    if m == 16:
+        return max(0.70 * best, 1.2 * floor + 2)
+    factor = {32: 0.75, 64: 0.75, 128: 0.95, 256: 0.95, 1024: 1.0, 4096: 1.0}.get(m)
+    return None if factor is None else factor * best
+
+
+def verdicts(found: Results) -> list[Verdict]:
+    """Ours in the order f16, bf16, then by shape and M."""
+    ours = [cell for cell in found.cells if cell.contender == "qdsl"]
+    order = sorted(ours, key=lambda c: (c.dtype != "f16", c.K * c.N, c.K, c.M))
+    same: dict[tuple, list[Cell]] = {}
+    for cell in found.cells:
+        if cell.contender != "qdsl":
+            same.setdefault((cell.scheme, cell.group, cell.K, cell.N, cell.M), []).append(cell)
+    return [verdict(c, same.get((c.scheme, c.group, c.K, c.N, c.M), ())) for c in order]
+
+
+def table(found: Results) -> str:
+    """Markdown: what was measured where, how many goals are met, who was absent, and the rows."""
+    rows, meta = verdicts(found), found.meta
+    counted = [row for row in rows if row.word != "–"]
+    met = sum(row.word == "met" for row in counted)
+    absent = {cell.contender for cell in found.cells} - {c.contender for c in found.cells if c.us is not None}
+    absent |= {*FOUR_BIT, "cublas"} - {family(cell) for cell in found.cells}
+    missing = f" Absent: {', '.join(sorted(absent))}." if absent else ""
+    versions = ", ".join(f"{name} {version}" for name, version in meta.versions.items())
+    return "\n".join(
+        [
+            f"{meta.device}, {meta.date[:10]}, commit {meta.commit}, {versions}. {meta.method[0].upper()}{meta.method[1:]}.",
+            "",
+            f"**{met} of {len(counted)} goals met.**{missing} Times in µs; share is of the floor.",
+            "",
+            "| type | K×N | M | qdsl | share | best peer | goal | |",
+            "|---|---|---|---|---|---|---|---|",
+            *map(str, rows),
+        ]
+    )
+
+
+def into_readme(text: str, block: str) -> str:
+    """The page with the block between its two marks; raises Error where they are not."""
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not (begin and end):
+        raise Error(f"{README.name}: no `{BEGIN}` … `{END}` to write between; put the two lines where the table goes")
+    return f"{before}{BEGIN}\n\n{block}\n\n{END}{after}"
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("file", type=Path, nargs="?", default=RESULTS)
+    parser.add_argument("--readme", action="store_true", help="write the table into benchmarks/README.md")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw all shapes")
+    args = parser.parse_args(argv)
+    try:
+        if args.plot:
+            plot.require(args.plot)
+        found = results.read(args.file)
+        block = table(found)
+        if args.plot:
+            plot.draw(found, args.plot)
+        if args.readme:
+            picture = args.file.with_suffix(".png")
+            if picture.is_file() and picture.is_relative_to(HERE):
+                block += f"\n\n![time over M]({picture.relative_to(HERE)})"
+            README.write_text(into_readme(README.read_text(), block))
+        else:
+            print(block)
+    except Error as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
