@@ -20,7 +20,8 @@ import qdsl
 from qdsl import cli, reference
 from qdsl.diagnostic import Error
 from qdsl.runtime import QuantLinear
-from qdsl.runtime.bench import dense_dtype, place
+from qdsl.runtime.bench import dense_dtype
+from qdsl.runtime.timing import place
 
 GOAL_US = 12.0
 BURSTS, CALLS = 50, 200  # calls of a burst fit a GPU's queue, so that none waits for the GPU

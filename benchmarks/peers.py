@@ -15,7 +15,8 @@ import torch
 from torch.nn import functional
 
 from qdsl.diagnostic import Error
-from qdsl.runtime.bench import COPIES, GPU_ROTATION, median_us
+from qdsl.runtime.bench import COPIES
+from qdsl.runtime.timing import GPU_ROTATION, median_us
 
 Call = Callable[[torch.Tensor, int], torch.Tensor]
 Prepare = Callable[[torch.Tensor, torch.Tensor, torch.Tensor, torch.dtype], Call]

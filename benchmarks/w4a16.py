@@ -5,7 +5,7 @@
     python benchmarks/w4a16.py --granularity    # other groups and the symmetric scheme, beside groups of 128
 
 qdsl comes from prebuilt artifacts (QDSL_ARTIFACTS).  All contenders get the same codes, scales, zero points and x, and
-every output is compared with float64 before it is timed (`qdsl.runtime.bench.median_us`).
+every output is compared with float64 before it is timed (`qdsl.runtime.timing.median_us`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from qdsl import cli, results
 from qdsl.diagnostic import Error
 from qdsl.results import Cell, Results
 from qdsl.runtime import QuantLinear
-from qdsl.runtime.bench import Ceilings, copies_of, declared_bytes, device_name, how, median_us, versions
+from qdsl.runtime.bench import Ceilings, copies_of, declared_bytes
 from qdsl.runtime.repack import bits_of, torch_dtype
+from qdsl.runtime.timing import device_name, how, median_us, versions
 from qdsl.scheme import Scheme
 
 SHAPES = ((4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192), (8192, 28672))  # K, N

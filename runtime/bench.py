@@ -2,8 +2,8 @@
 
     scheme, (K, N), M --random weights, rotated past the caches--> calls --checked against float64--> timed --> Row
 
-A time is a median: of CUDA graph replays on a GPU, of wall-clock samples on the CPU.  The floor of a product is the larger
-of its declared bytes at the device's bandwidth and its operations at the device's rate; both are measured here.
+The floor of a product is the larger of its declared bytes at the device's bandwidth and its operations at the device's
+rate; both are measured here, as everything is by `qdsl.runtime.timing.median_us`.
 """
 
 from __future__ import annotations
@@ -11,11 +11,8 @@ from __future__ import annotations
 import copy
 import functools
 import math
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -30,97 +27,12 @@ from qdsl.results import Cell, Results
 from qdsl.runtime.linear import QuantLinear
 from qdsl.runtime.repack import format_of, torch_dtype
 from qdsl.runtime.resolve import check_layer
+from qdsl.runtime.timing import device_name, how, last_level_cache, median_us, place, rotation, threads, versions
 from qdsl.scheme import Scheme, Var
 
-Call = Callable[[int], object]  # one product, with the copy of the weights of that number
-
-GPU_ROTATION = 400 << 20  # bytes of weights that calls go through: several times the L2 cache of any GPU
-SAMPLES = 9  # of which the first two, while clocks rise, are dropped
-SAMPLE_US = 2000.0  # a sample of a GPU lasts no less, so that the first launch of its graph does not show
-BUDGET_S = 0.5  # of wall clock for a median on the CPU
 COPIES = 256  # of a weight at most: more of a small one would only take time to make
 PRODUCTS = 1 << 34  # beyond as many, a sample of y's rows is compared with float64
 WEIGHTS = 1 << 32  # of a layer at most: no model has one as large
-
-
-# ---- time --------------------------------------------------------------------------------------------------------
-def median_us(call: Call, copies: int, device: torch.device, samples: int = SAMPLES) -> float:
-    """Median time of one call in µs; calls go through the copies 0 … copies - 1 in turn.
-
-    `samples` are taken on a GPU; a CPU's are as many as a fixed time allows.
-    """
-    with torch.no_grad():
-        return _graph_us(call, copies, samples) if device.type == "cuda" else _wall_us(call, copies)
-
-
-def _graph_us(call: Call, copies: int, samples: int) -> float:
-    """Graphs of many calls, replayed: what a call costs a busy GPU, without its launch by the host."""
-    for c in range(copies):  # loads, compiles and allocates what the first call of each copy does
-        call(c)
-    torch.cuda.synchronize()
-    begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    begin.record()
-    for c in range(copies):
-        call(c)
-    end.record()
-    torch.cuda.synchronize()
-    once = begin.elapsed_time(end) * 1e3
-    rounds = max(1, min(24 // copies, math.ceil(SAMPLE_US / max(once, 1.0))))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            for c in range(copies):
-                call(c)
-    replays, times = 1, []
-    for at in range(samples):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(replays):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        elapsed = begin.elapsed_time(end) * 1e3
-        times.append(elapsed / (replays * rounds * copies))
-        if at == 0:
-            replays = max(1, math.ceil(SAMPLE_US / max(elapsed, 1.0)))
-    return statistics.median(times[2:])
-
-
-def _wall_us(call: Call, copies: int) -> float:
-    """Samples of a few calls in a row, until the budget is spent; no fewer than three."""
-    for c in range(copies):
-        call(c)
-    start = time.perf_counter()
-    call(0)
-    once = time.perf_counter() - start
-    per_sample = max(1, min(1000, math.ceil(BUDGET_S / 50 / max(once, 1e-7))))
-    samples, at, started = [], 0, time.perf_counter()
-    while len(samples) < 3 or time.perf_counter() - started < BUDGET_S:
-        begin = time.perf_counter()
-        for c in range(at, at + per_sample):
-            call(c % copies)
-        samples.append((time.perf_counter() - begin) * 1e6 / per_sample)
-        at += per_sample
-    return statistics.median(samples)
-
-
-def rotation(device: torch.device) -> int:
-    """Bytes of weights to go through so that no call finds its own in a cache."""
-    return GPU_ROTATION if device.type == "cuda" else max(64 << 20, 2 * _last_level_cache())
-
-
-def _last_level_cache() -> int:
-    """Bytes of the outermost caches of all processors, as Linux tells; 0 where it does not."""
-    found: dict[tuple[int, str], int] = {}
-    units = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
-    for index in Path("/sys/devices/system/cpu").glob("cpu[0-9]*/cache/index*"):
-        try:
-            level, size, shared = ((index / name).read_text().strip() for name in ("level", "size", "shared_cpu_list"))
-            found[int(level), shared] = int(size[:-1]) * units[size[-1]]
-        except (OSError, ValueError, KeyError, IndexError):
-            continue
-    outermost = max((level for level, _ in found), default=0)
-    return sum(size for (level, _), size in found.items() if level == outermost)
 
 
 # ---- the floor ---------------------------------------------------------------------------------------------------
@@ -159,7 +71,7 @@ def ceilings(
 
 def _bandwidth(device: torch.device) -> tuple[float, str]:
     """Bytes per second of the better of a large copy, read and written, and a large sum, read."""
-    size = 1 << 30 if device.type == "cuda" else max(256 << 20, 4 * _last_level_cache())
+    size = 1 << 30 if device.type == "cuda" else max(256 << 20, 4 * last_level_cache())
     try:
         source, target = torch.ones(size // 4, device=device), torch.ones(size // 4, device=device)
     except RuntimeError:
@@ -426,34 +338,3 @@ def _relative(found: np.ndarray, exact: np.ndarray) -> float:
     finite = np.isfinite(found)
     size = float(np.linalg.norm(exact[finite]))
     return float(np.linalg.norm((found - exact)[finite])) / size if size else 0.0
-
-
-# ---- the machine -------------------------------------------------------------------------------------------------
-def device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else results.processor()
-
-
-def threads(device: torch.device) -> int | None:
-    """torch's threads on a CPU; None on a GPU."""
-    return torch.get_num_threads() if device.type == "cpu" else None
-
-
-def place(device: torch.device) -> str:
-    count = threads(device)
-    return device_name(device) + (f", {count} thread{'s' * (count > 1)}" if count else "")
-
-
-def how(device: torch.device) -> str:
-    """The method of `median_us`, in words."""
-    times = "CUDA graph replays" if device.type == "cuda" else "wall clock over repeated calls"
-    return (
-        f"median of {times}, weights rotated over {rotation(device) >> 20} MiB, "
-        f"every output checked against float64 before it is timed"
-    )
-
-
-def versions(device: torch.device) -> dict[str, str]:
-    found = {"torch": str(torch.__version__)}
-    if device.type == "cuda":
-        found["cuda"] = str(torch.version.cuda)
-    return found

@@ -18,7 +18,7 @@ import qdsl
 from qdsl import cli, plot, reference, results
 from qdsl.diagnostic import Error
 from qdsl.results import Cell, Meta, Results
-from qdsl.runtime import bench
+from qdsl.runtime import bench, timing
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -49,7 +49,7 @@ FLOOR = ("--bandwidth", "20", "--flops", "0.2")
 @pytest.fixture(autouse=True)
 def quick(monkeypatch, tmp_path_factory):
     monkeypatch.setenv("QDSL_CACHE", str(tmp_path_factory.getbasetemp() / "cache"))
-    monkeypatch.setattr(bench, "BUDGET_S", 0.005)
+    monkeypatch.setattr(timing, "BUDGET_S", 0.005)
     monkeypatch.setattr(bench, "COPIES", 3)
     monkeypatch.setattr(peers, "COPIES", 3)
 
@@ -124,7 +124,7 @@ def test_activations_that_share_a_scale_are_compared_as_a_whole():
 
 
 def test_the_ceilings_are_measured(monkeypatch):
-    monkeypatch.setattr(bench, "_last_level_cache", lambda: 0)
+    monkeypatch.setattr(bench, "last_level_cache", lambda: 0)
     found = bench.ceilings(qdsl.load("w8a16", act="f32"), CPU)
     assert 0.1e9 < found.bandwidth < 1e13 and 1e9 < found.operations < 1e14
     assert "of 256 MiB" in found.source and "2048x2048x2048 in float32" in found.source
@@ -305,21 +305,21 @@ def test_graphs_are_long_enough_for_their_launch_not_to_show(us, copies, calls, 
     gpu = FakeGpu(us)
     for name in ("synchronize", "graph", "CUDAGraph", "Event"):
         monkeypatch.setattr(torch.cuda, name, getattr(gpu, name))
-    found = bench.median_us(gpu.call, copies, torch.device("cuda"))
+    found = timing.median_us(gpu.call, copies, torch.device("cuda"))
     assert len(gpu.last.calls) == calls
     assert us <= found <= us * 1.03 + 3.1 / calls
 
 
 def test_wall_clock_goes_through_every_copy():
     seen = []
-    assert bench.median_us(seen.append, 5, CPU) > 0
+    assert timing.median_us(seen.append, 5, CPU) > 0
     assert seen[:5] == [0, 1, 2, 3, 4] and set(seen) == {0, 1, 2, 3, 4}
 
 
 def test_the_rotation_is_larger_than_the_last_cache(monkeypatch):
-    assert bench.rotation(torch.device("cuda")) == 400 << 20
-    monkeypatch.setattr(bench, "_last_level_cache", lambda: 384 << 20)
-    assert bench.rotation(CPU) == 768 << 20
+    assert timing.rotation(torch.device("cuda")) == 400 << 20
+    monkeypatch.setattr(timing, "last_level_cache", lambda: 384 << 20)
+    assert timing.rotation(CPU) == 768 << 20
 
 
 # ---- the format --------------------------------------------------------------------------------------------------
