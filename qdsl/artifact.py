@@ -7,9 +7,11 @@ because a library is code.
 from __future__ import annotations
 
 import hashlib
-from dataclasses import dataclass
+import os
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from qdsl.choice import Table
 from qdsl.diagnostic import ArtifactError
 from qdsl.manifest import Manifest
 
@@ -55,6 +57,18 @@ class Artifact:
             lines += [f"  {arch}", *(f"    {variant}" for variant in variants)]
             lines += [f"    {line}" for line in m.tables[arch].lines()]
         return "\n".join([*lines, *(f"  {note}" for note in m.notes)])
+
+
+def with_table(artifact: Artifact, arch: str, table: Table) -> Artifact:
+    """The artifact with another table of choices: its manifest is replaced as a whole, the files it vouches for stay."""
+    manifest = replace(artifact.manifest, tables={**artifact.manifest.tables, arch: table})
+    aside = artifact.path / f".{MANIFEST}.{os.getpid()}"
+    try:
+        aside.write_text(manifest.to_json(), encoding="utf-8")
+        os.replace(aside, artifact.path / MANIFEST)
+    finally:
+        aside.unlink(missing_ok=True)
+    return Artifact(artifact.path, manifest)
 
 
 def open_artifact(path: str | Path) -> Artifact:

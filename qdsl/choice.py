@@ -62,7 +62,7 @@ class Row:
         return shown(self.free) + ("" if self.free == self.fixed else f"; one order: {shown(self.fixed)}")
 
     def __str__(self) -> str:
-        return f"{self.n}x{self.k}: {self.choices}"
+        return f"K {self.k}, N {self.n}: {self.choices}"
 
 
 @dataclass(frozen=True)
@@ -117,11 +117,11 @@ class Table:
         """The source, then every choice with the shapes that have it."""
         shapes: dict[str, list[str]] = {}
         for row in self.rows:
-            shapes.setdefault(row.choices, []).append(f"{row.n}x{row.k}")
-        shapes.setdefault(self.spare.choices, []).append("any other k" if self.rows else "any n and k")
+            shapes.setdefault(row.choices, []).append(f"{row.k}x{row.n}")
+        shapes.setdefault(self.spare.choices, []).append("any other K" if self.rows else "any K and N")
         head = self.source if self.key is None else f"{self.source}: {self.key}"
         return [
-            f"{head}; n x k:" if self.rows else head,
+            f"{head}; K x N:" if self.rows else head,
             *(f"  {', '.join(found)}: {c}" for c, found in shapes.items()),
         ]
 
@@ -204,7 +204,7 @@ def fastest(times: Times) -> Limits:
 def of_one_order(times: Times, variants: Sequence[Variant]) -> Times:
     """The times of the variants of one order: of the one that costs the least at the m where it costs the most."""
 
-    def costs(names: set[str]) -> tuple[float, float]:
+    def costs(names: Collection[str]) -> tuple[float, float]:
         ratios = []
         for at_m in times.values():
             own = min((time for name, time in at_m.items() if name in names), default=math.inf)

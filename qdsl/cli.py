@@ -17,8 +17,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import qdsl
+from qdsl.artifact import MANIFEST, with_table
+from qdsl.choice import TOKENS
 from qdsl.diagnostic import Error, SchemeError, Source
 
+TUNED = (  # K, N
+    (4096, 4096), (4096, 14336), (14336, 4096), (8192, 8192), (8192, 28672), (4096, 6144), (4096, 28672), (2048, 2048),
+)  # fmt: skip
 STAGES = ("syntax", "scheme", "plan", "tir", "source")
 
 
@@ -102,6 +107,19 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--json", action="store_true", help="print the results file instead of a table")
     p.add_argument("--out", type=Path, metavar="FILE.json", help="write the results here")
     p.add_argument("--plot", type=Path, metavar="FILE.png", help="draw time and floor over M, a panel a shape")
+
+    p = command("tune", _tune, "time every kernel of artifacts on this GPU and keep the best choice")
+    p.add_argument("subjects", nargs="+", metavar="DIR|SCHEME", help="an artifact, a folder of them, or a scheme")
+    _param_argument(p)
+    p.add_argument("--target", choices=("cuda",), default="cuda", help="a CPU has one kernel a scheme")
+    usual = ",".join(f"{k}x{n}" for k, n in TUNED)
+    p.add_argument("--shapes", type=shapes, default=TUNED, metavar="KxN,…", help=f"default {usual}")
+    p.add_argument("--m", dest="tokens", type=tokens, default=TOKENS, metavar="M,…",
+                   help=f"and {TOKENS[-1]}; default {','.join(map(str, TOKENS))}")  # fmt: skip
+    p.add_argument(
+        "--out", type=Path, metavar="FILE.json", help="also keep the tables in this file, beside what it has"
+    )
+    p.add_argument("--json", action="store_true", help="print every time that was measured")
     return parser
 
 
@@ -244,11 +262,12 @@ def _fmt(args: argparse.Namespace) -> int:
 
 
 def _replace(path: Path, text: str) -> None:
-    """Write a file whole or not at all, with the permissions it had."""
+    """Write a file whole or not at all, with the permissions it had, if it was there."""
     aside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         aside.write_text(text, encoding="utf-8")
-        shutil.copymode(path, aside)
+        if path.exists():
+            shutil.copymode(path, aside)
         os.replace(aside, path)
     finally:
         aside.unlink(missing_ok=True)
@@ -346,6 +365,59 @@ def _bench(args: argparse.Namespace) -> int:
     if args.plot:
         plot.draw(found, args.plot)
     return 0
+
+
+def _tune(args: argparse.Namespace) -> int:
+    from qdsl.choice import tables_from_json, tables_to_json
+
+    found = [part for name in args.subjects for part in _tunable(name, dict(args.params))]
+    kept = {}
+    if args.out and args.out.exists():
+        try:
+            kept = {table.key: table for table in tables_from_json(_read(args.out))}
+        except (KeyError, TypeError, ValueError) as problem:
+            raise Error(f"{args.out}: not a file of tables ({problem}); remove it or choose another") from None
+    elif args.out and not args.out.absolute().parent.is_dir():
+        raise Error(f"{args.out}: there is no directory {args.out.parent}")
+    from qdsl.runtime.tune import require_gpu, tune
+
+    def report(text: str) -> None:
+        if sys.stderr.isatty():
+            print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
+
+    records, arch = [], None
+    for tuned in tune(found, require_gpu(), args.shapes, args.tokens, report):
+        report("")
+        records.append(tuned.as_json())
+        if tuned.table is not None:
+            if args.out and arch not in (None, tuned.arch):
+                raise Error(f"{args.out} is of one architecture; {tuned.artifact.path} is for {tuned.arch}, not {arch}")
+            arch, kept[tuned.table.key] = tuned.arch, tuned.table
+            if args.out:
+                _replace(args.out, tables_to_json(list(kept.values())))
+            with_table(tuned.artifact, tuned.arch, tuned.table)
+        if not args.json:
+            print(f"{tuned.artifact.path}: {tuned.table or 'one variant, nothing to choose'}", flush=True)
+    if args.json:
+        print(json.dumps(records, indent=1))
+    return 0
+
+
+def _tunable(name: str, params: dict[str, str]) -> list[qdsl.Artifact | qdsl.Scheme]:
+    """An artifact, the artifacts of a folder, or a scheme."""
+    path = Path(name)
+    if not path.is_dir():
+        return [qdsl.load(name, **params)]
+    inside = [path] if (path / MANIFEST).is_file() else sorted(p.parent for p in path.glob(f"*/{MANIFEST}"))
+    if params:
+        raise Error(f"{name}: a compiled artifact has its parameters; leave out -P, or name a scheme")
+    if not inside:
+        raise Error(f"{name}: neither an artifact nor a folder of them; `qdsl compile` makes one")
+    return [artifact for artifact in map(qdsl.open_artifact, inside) if _is_for_gpus(artifact)]
+
+
+def _is_for_gpus(artifact: qdsl.Artifact) -> bool:
+    return artifact.manifest.kind == "cuda"
 
 
 if __name__ == "__main__":

@@ -216,10 +216,10 @@ def test_a_file_of_tables_comes_back(given):
 
 def test_a_table_prints_its_choices():
     assert str(TABLE) == (
-        "by hand: f16, scale f16, zero u4, groups of 128; n x k:\n"
+        "by hand: f16, scale f16, zero u4, groups of 128; K x N:\n"
         "  4096x4096: one to m = 1, few to 16, fast to 128, then huge; one order: huge\n"
-        "  8192x4096: huge; one order: few to m = 16, then many\n"
-        "  any other k: one to m = 1, then many; one order: few to m = 16, then many"
+        "  4096x8192: huge; one order: few to m = 16, then many\n"
+        "  any other K: one to m = 1, then many; one order: few to m = 16, then many"
     )
 
 

@@ -1,0 +1,262 @@
+"""Which variant is the fastest for which m and shape, measured on this machine's GPU: `qdsl tune`.
+
+    artifact, (K, N), M --random weights, rotated past the caches--> every variant --checked--> timed --> Table
+
+Every variant's output is compared with float64, at the ends of the features and for some rows, and as a whole with the
+first variant's.  A variant that a single call shows to be hopeless is not timed any closer.
+"""
+
+from __future__ import annotations
+
+import datetime
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+import qdsl
+from qdsl import reference
+from qdsl.artifact import Artifact
+from qdsl.choice import TOKENS, Table, Times, table_of
+from qdsl.diagnostic import Error
+from qdsl.manifest import Buffer
+from qdsl.runtime.artifact import Kernel, find_artifact, register
+from qdsl.runtime.buffer import torch_type
+from qdsl.runtime.repack import bits_of, torch_dtype
+from qdsl.runtime.timing import device_name, median_us, rotation
+from qdsl.scheme import Scheme, Tensor, Var
+
+HOPELESS = 3  # times the best: one call is enough to know
+FALLEN = 10  # times the best, and further than at the m before: not called for any larger m
+LAUNCH_US = 20  # of a single call that is no kernel's time, at most
+COPIES = 256
+SAMPLES = 7  # of a median
+ROWS = 8  # of y that are compared with float64
+
+Report = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What was found for an artifact.
+
+    table   None where there is nothing to choose
+    times   µs, by (n, k), m and variant; empty where another artifact of the same kernels was timed
+    """
+
+    artifact: Artifact
+    arch: str
+    table: Table | None
+    times: dict[tuple[int, int], Times]
+
+    def as_json(self) -> dict[str, Any]:
+        m = self.artifact.manifest
+        times = [
+            {"K": k, "N": n, "M": tokens, "variant": name, "us": us}
+            for (n, k), by_m in self.times.items()
+            for tokens, by_name in by_m.items()
+            for name, us in by_name.items()
+        ]
+        return {"artifact": str(self.artifact.path), "scheme": m.scheme, "params": dict(m.params), "arch": self.arch,
+                "table": self.table and asdict(self.table), "times": times}  # fmt: skip
+
+
+def require_gpu() -> torch.device:
+    if not torch.cuda.is_available():
+        raise Error(
+            "tuning times kernels on a CUDA GPU, and torch sees none; run it where one is: compiled artifacts need no compiler there"
+        )
+    return torch.device("cuda")
+
+
+def tune(
+    subjects: Sequence[Artifact | Scheme], device: torch.device, shapes: Sequence[tuple[int, int]],
+    tokens: Sequence[int], report: Report = lambda _: None,
+) -> Iterator[Tuned]:  # fmt: skip
+    """Measure artifacts (of schemes: those that layers would use) for (K, N) shapes and numbers of tokens.
+
+    The largest of the usual numbers is always among them, since its choice serves all beyond. Rows of other shapes that
+    were measured on a GPU of this name stay. Artifacts of the same kernels are measured once. Raises Error at the first
+    wrong output.
+    """
+    known: dict[tuple, Table] = {}
+    tokens = (*tokens, TOKENS[-1])
+    for subject in subjects:
+        if isinstance(subject, Artifact):
+            m = subject.manifest
+            scheme, artifact = qdsl.parse(m.text, m.scheme, **m.params), subject
+        else:
+            scheme, artifact = subject, find_artifact(subject, device)
+        kernel = register(artifact, device, scheme)
+        variants = artifact.manifest.variants[kernel.arch]
+        kind = (kernel.arch, artifact.manifest.tables[kernel.arch].key, tuple((v.name, v.order) for v in variants))
+        if len(variants) == 1:
+            yield Tuned(artifact, kernel.arch, None, {})
+        elif kind in known:
+            yield Tuned(artifact, kernel.arch, known[kind], {})
+        else:
+            report(f"{scheme.bound} for {kernel.arch}, {len(variants)} variants")
+            times = {(n, k): _shape(kernel, n, k, tokens, device, report) for k, n in dict.fromkeys(shapes)}
+            source = f"measured on {device_name(device)}, "
+            table = table_of(source + datetime.date.today().isoformat(), kind[1], times, variants)
+            before = artifact.manifest.tables[kernel.arch]
+            stay = [row for row in before.rows if before.source.startswith(source) and (row.n, row.k) not in times]
+            known[kind] = replace(table, rows=(*stay, *table.rows))
+            yield Tuned(artifact, kernel.arch, known[kind], times)
+
+
+def _shape(kernel: Kernel, n: int, k: int, tokens: Sequence[int], device: torch.device, report: Report) -> Times:
+    try:
+        trial = Trial(kernel, n, k, device)
+        names = kernel.variants(k)
+        times = explore(names, tokens, trial.once_us, trial.median_us, lambda m: report(f"K {k}, N {n}, M {m}"))
+    except torch.OutOfMemoryError:
+        raise Error(f"K {k}, N {n}: too large for the memory of this GPU; leave it out of --shapes") from None
+    return times
+
+
+def explore(
+    names: Sequence[str], tokens: Sequence[int], once_us: Callable[[int, str], float],
+    median_us: Callable[[int, str], float], report: Callable[[int], None] = lambda _: None,
+) -> Times:  # fmt: skip
+    """The time of every variant for rising m: the median, or of a hopeless one that of a single call.
+
+    A variant that has fallen far behind, and further than at the m before, has no time for any larger m.
+    """
+    found: dict[int, dict[str, float]] = {}
+    behind: dict[str, float] = {}  # variant -> times the best, at the m before
+    left = list(names)
+    for m in sorted(set(tokens)):
+        report(m)
+        times: dict[str, float] = {}
+        for name in sorted(
+            left, key=lambda name: behind.get(name, 0.0)
+        ):  # the best come first: others are told by them
+            once = once_us(m, name)
+            hopeless = once > HOPELESS * min(times.values(), default=math.inf) + LAUNCH_US
+            times[name] = once if hopeless else median_us(m, name)
+        now = {name: us / min(times.values()) for name, us in times.items()}
+        left = [name for name in left if now[name] <= max(FALLEN, behind.get(name, math.inf))]
+        found[m], behind = times, now
+    return found
+
+
+# ---- one shape ---------------------------------------------------------------------------------------------------
+class Trial:
+    """A random [n, k] weight in as many copies as it takes for none to stay in a cache, and calls of variants on it."""
+
+    def __init__(self, kernel: Kernel, n: int, k: int, device: torch.device):
+        self.kernel, self.n, self.k, self.device = kernel, n, k, device
+        self.generator = torch.Generator(device).manual_seed(n * 31 + k)
+        first = [self._random(kernel.scheme.tensor(name), kernel.buffers[name]) for name in kernel.names]
+        count = min(COPIES, rotation(device) // max(1, sum(b.nbytes for b in first)) + 2)
+        self.copies = [first, *([b.clone() for b in first] for _ in range(count - 1))]
+        self.features, self.patterns = self._sample(first)
+        self.m = 0
+
+    def _random(self, tensor: Tensor, buffer: Buffer) -> torch.Tensor:
+        """Random numbers in the kernel's layout: any bits are codes, scales are around 1/100."""
+        kind, device, generator = torch_type(buffer), self.device, self.generator
+        if tensor.optional:
+            return torch.empty((0, *[1] * (len(buffer.layout.axes) - 1)), dtype=kind, device=device)
+        shape = buffer.layout.stored_shape(self._shape(tensor, self.n))
+        if kind.is_floating_point:
+            low, high = (0.0, 15.0) if tensor.role == "zero" else (0.005, 0.015)
+            return (torch.rand(shape, generator=generator, device=device) * (high - low) + low).to(kind)
+        count = math.prod(shape) * kind.itemsize
+        packed = any(axis.runs for axis in buffer.layout.axes)
+        most = 256 if packed else 1 << min(8, buffer.layout.bits)  # an element alone in a byte leaves bits unused
+        bits = torch.randint(0, most, (count,), dtype=torch.uint8, generator=generator, device=device)
+        return bits.view(kind).reshape(shape)
+
+    def _shape(self, tensor: Tensor, n: int) -> tuple[int, ...]:
+        return tensor.shape({"e": 1, "m": 1, "n": n, "k": self.k}, self.kernel.scheme)
+
+    def _sample(self, buffers: Sequence[torch.Tensor]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+        """The first and the last few features, and what the weight's tensors hold for them."""
+        held = [(t, self.kernel.buffers[t.name], b) for t, b in zip(self._tensors(), buffers) if not t.optional]
+        blocks = [_features_of_a_row(buffer) for t, buffer, _ in held if t.index and t.index[0] == Var("n")]
+        step = math.lcm(*blocks)
+        starts = sorted({0, max(0, self.n - 1) // step * step})
+        parts = [(start, min(self.n, start + step)) for start in starts]
+        patterns: dict[str, np.ndarray] = {}
+        for tensor, buffer, stored in held:
+            if not (tensor.index and tensor.index[0] == Var("n")):
+                patterns[tensor.name] = buffer.layout.unpack(bits_of(stored), self._shape(tensor, self.n))
+                continue
+            block = _features_of_a_row(buffer)
+            found = [
+                buffer.layout.unpack(
+                    bits_of(stored[start // block : -(-end // block)]), self._shape(tensor, end - start)
+                )
+                for start, end in parts
+            ]
+            patterns[tensor.name] = np.concatenate(found)
+        return np.concatenate([np.arange(start, end) for start, end in parts]), patterns
+
+    def _tensors(self) -> list[Tensor]:
+        return [self.kernel.scheme.tensor(name) for name in self.kernel.names]
+
+    def _prepare(self, m: int) -> None:
+        """x, y, and the right answer for some rows and features."""
+        self.m, scheme = m, self.kernel.scheme
+        kind = torch_dtype(scheme.output.dtype)
+        self.x = torch.randn((m, self.k), generator=self.generator, device=self.device).to(kind)
+        self.y = torch.empty((m, self.n), dtype=kind, device=self.device)
+        self.first: torch.Tensor | None = None
+        self.rows = np.unique(np.linspace(0, m - 1, ROWS, dtype=int))
+        x = self.x[torch.from_numpy(self.rows).to(self.device)].double().cpu().numpy()
+        offset = self.kernel.artifact.manifest.offset
+        self.right = reference.linear(scheme, x, self.patterns, len(self.features), offset=offset)
+
+    def call(self, name: str, copy: int) -> None:
+        self.kernel.run_variant(name, self.x, self.copies[copy], self.y)
+
+    def once_us(self, m: int, name: str) -> float:
+        """One call, checked and then timed."""
+        if m != self.m:
+            self._prepare(m)
+        self.y.fill_(float("nan"))
+        self.call(name, 0)
+        self._check(name)
+        if self.device.type != "cuda":
+            start = time.perf_counter()
+            self.call(name, len(self.copies) - 1)
+            return (time.perf_counter() - start) * 1e6
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        self.call(name, len(self.copies) - 1)
+        end.record()
+        torch.cuda.synchronize()
+        return begin.elapsed_time(end) * 1e3
+
+    def median_us(self, m: int, name: str) -> float:
+        assert m == self.m, "called once before"
+        return median_us(lambda copy: self.call(name, copy), len(self.copies), self.device, SAMPLES)
+
+    def _check(self, name: str) -> None:
+        """Raises Error unless the sample is within the derived bound, and all of y is as the first variant's."""
+        rows, features = (torch.from_numpy(at).to(self.device) for at in (self.rows, self.features))
+        found = self.y[rows][:, features].double().cpu().numpy()
+        wrong = ~(np.abs(found - self.right.y) <= self.right.bound)
+        if self.first is None:
+            self.first = self.y.clone()
+        other = float((self.y.float() - self.first.float()).norm() / self.first.float().norm())
+        if wrong.any() or not other < 0.01:
+            m = self.kernel.artifact.manifest
+            raise Error(
+                f"{m.scheme} for {self.kernel.arch}: variant {name} is wrong for K {self.k}, N {self.n}, M {self.m} "
+                f"({wrong.sum()} of {wrong.size} elements looked at; {other:.2g} from the first variant); "
+                "`qdsl verify` looks closer"
+            )
+
+
+def _features_of_a_row(buffer: Buffer) -> int:
+    """Output features of one position of the stored tensor's first axis."""
+    outer, *rest = buffer.layout.dims[0]
+    assert buffer.layout.axes[0].digits == (outer.name,), f"{buffer.tensor}{buffer.layout} is not stored by features"
+    return math.prod(digit.extent for digit in rest)
