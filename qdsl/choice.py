@@ -114,16 +114,16 @@ class Table:
         return found
 
     def lines(self) -> list[str]:
-        """The source, then every choice with the shapes that have it."""
+        """The source, then every choice with the shapes that have it; the spare one where it is a choice of its own."""
+        head = self.source if self.key is None else f"{self.source}: {self.key}"
+        if not self.rows:
+            return [head, f"  any K and N: {self.spare.choices}"]
         shapes: dict[str, list[str]] = {}
         for row in self.rows:
             shapes.setdefault(row.choices, []).append(f"{row.k}x{row.n}")
-        shapes.setdefault(self.spare.choices, []).append("any other K" if self.rows else "any K and N")
-        head = self.source if self.key is None else f"{self.source}: {self.key}"
-        return [
-            f"{head}; K x N:" if self.rows else head,
-            *(f"  {', '.join(found)}: {c}" for c, found in shapes.items()),
-        ]
+        if self.spare.choices not in shapes:
+            shapes[self.spare.choices] = ["where K is none that those kernels take"]
+        return [f"{head}; K x N:", *(f"  {', '.join(found)}: {choices}" for choices, found in shapes.items())]
 
     def __str__(self) -> str:
         return "\n".join(self.lines())

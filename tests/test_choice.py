@@ -219,7 +219,7 @@ def test_a_table_prints_its_choices():
         "by hand: f16, scale f16, zero u4, groups of 128; K x N:\n"
         "  4096x4096: one to m = 1, few to 16, fast to 128, then huge; one order: huge\n"
         "  4096x8192: huge; one order: few to m = 16, then many\n"
-        "  any other K: one to m = 1, then many; one order: few to m = 16, then many"
+        "  where K is none that those kernels take: one to m = 1, then many; one order: few to m = 16, then many"
     )
 
 
