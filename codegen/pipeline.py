@@ -40,7 +40,12 @@ def emit(scheme: Scheme, kind: str, arch: str, stage: str) -> str:
     functions = lower(planned)
     if stage == "tir":
         return "\n".join(f.script() for f in functions.values())
-    return host.emit(functions, planned.target) if kind == "cuda" else cpu.emit(functions, planned.target)[1]
+    return _cuda_source(planned, functions) if kind == "cuda" else cpu.emit(functions, planned.target)[1]
+
+
+def _cuda_source(planned: Plan, functions: dict[str, tirx.PrimFunc]) -> str:
+    overlapped = planned.main_loop is not None and planned.target.dependent_launch
+    return host.emit(functions, planned.target, overlapped)
 
 
 def compile_into(
@@ -60,7 +65,7 @@ def compile_into(
         report(f"{scheme.bound}: compiling {len(functions)} kernels for {kind} {arch}")
         if kind == "cuda":
             source = directory / f"kernel.{arch}.cu"
-            source.write_text(host.emit(functions, planned.target))
+            source.write_text(_cuda_source(planned, functions))
             host.build(source, directory / name, planned.target)
         else:
             executable, text = cpu.emit(functions, planned.target)

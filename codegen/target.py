@@ -68,6 +68,11 @@ class Target:
     fragments: tuple[str, ...]
     gpu: Gpu | None = None
 
+    @property
+    def dependent_launch(self) -> bool:
+        """Kernels may start before their predecessors have ended (`qdsl.codegen.cuda.overlap`)."""
+        return self.kind == "cuda" and int(self.arch[3:].rstrip("a")) >= 90
+
     def __str__(self) -> str:
         return f"{self.kind} {self.arch}"
 

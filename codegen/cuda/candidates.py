@@ -36,12 +36,12 @@ class Candidate:
 
 def candidates(target: Target, weight: Weight) -> tuple[Candidate, ...]:
     """Every kernel for a weight on a target, by rising number of tokens."""
-    return tuple(_mma(weight, tile) for tile in mma.tiles())
+    return tuple(_mma(target, weight, tile) for tile in mma.tiles())
 
 
-def _mma(weight: Weight, tile: mma.Tile) -> Candidate:
+def _mma(target: Target, weight: Weight, tile: mma.Tile) -> Candidate:
     def lower(name: str, extra, epilogue) -> tirx.PrimFunc:
-        return mma.lower(name, weight, tile, extra, epilogue)
+        return mma.lower(name, weight, tile, extra, epilogue, overlapped=target.dependent_launch)
 
     small = fitted(weight, tile)
     packed = weight.zero in (None, "u4") and weight.scale in (None, weight.compute)

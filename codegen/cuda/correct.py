@@ -44,6 +44,11 @@ class SumStep:
             for r, value in enumerate(self._shifts(words.get("zero"))):
                 assign(self.shift, 2 * f + r, value)
 
+    @property
+    def ones(self) -> list:
+        """An A fragment whose product is row_sum."""
+        return [T.uint32(self.weight.half.one * 0x10001)] * 4
+
     def _shifts(self, words):
         weight = self.weight
         factors = [weight.factor(r) for r in range(2)]
@@ -66,16 +71,15 @@ class SumStep:
         for j, b in enumerate(operands):
             mma(self.weight, self.sums, 4 * (f * len(operands) + j), a, b, self.start)
         if f == self.tile.feature_tiles - 1:
-            ones = [T.uint32(self.weight.half.one * 0x10001)] * 4
             for j, b in enumerate(operands):
-                mma(self.weight, self.row_sums, 4 * j, ones, b, self.start)
+                mma(self.weight, self.row_sums, 4 * j, self.ones, b, self.start)
             self.start = False
 
     def end(self, acc):
         tokens = self.tile.token_tiles
         for f in range(self.tile.feature_tiles):
             for j in range(tokens):
-                for i in self.tile.registers:
+                for i in self.tile.result:
                     at, r = 4 * (f * tokens + j) + i, 2 * f + i // 2
                     value = self.sums[at] - self.shift[r] * self.row_sums[4 * j + i % 2]
                     assign(acc, at, acc[at] + (self.scale[r] * value if self.weight.scale else value))
@@ -125,16 +129,20 @@ class WeightStep:
                 word = words["scale"][0]
                 ptx("prmt.b32", self.scale[2 * f + r], word, word, T.uint32(0x3232 if r else 0x1010))
 
-    def multiply(self, acc, f: int, word, operands):
+    def weights(self, f: int, word, a):
+        """a = the A fragment in `word` of feature tile f, as finished weights."""
         for register in range(4):
-            (self._packed_pair if self.packed else self._float_pair)(f, word, register)
+            (self._packed_pair if self.packed else self._float_pair)(f, word, register, a[register])
+
+    def multiply(self, acc, f: int, word, operands):
         a = [self.a[register] for register in range(4)]
+        self.weights(f, word, a)
         operands = operands[: self.tile.token_tiles]
         for j, b in enumerate(operands):
             mma(self.weight, acc, 4 * (f * len(operands) + j), a, b, start=False)
 
-    def _packed_pair(self, f: int, word, register: int):
-        half, out, r = self.weight.half, self.a[register], 2 * f + register % 2
+    def _packed_pair(self, f: int, word, register: int, out):
+        half, r = self.weight.half, 2 * f + register % 2
         shrink = 4 if self.weight.factor(register) == 16 else 0
         fma, inverse = f"fma.rn.{half.ptx}x2", T.uint32((half.one - (shrink << 10)) * 0x10001)
         biased(self.weight, word, register, out)
@@ -142,7 +150,7 @@ class WeightStep:
         if self.weight.scale:
             ptx(fma, out, out, self.scale[r], T.uint32(0x80008000))
 
-    def _float_pair(self, f: int, word, register: int):
+    def _float_pair(self, f: int, word, register: int, out):
         r, flip = 2 * f + register % 2, 8 if self.weight.signed else 0
         values = []
         for p in range(2):
@@ -152,7 +160,7 @@ class WeightStep:
             if self.weight.zero:
                 value = value - self.shift[r]
             values.append(value * self.scale[r] if self.weight.scale else value)
-        ptx(f"cvt.rn.{self.weight.half.ptx}x2.f32", self.a[register], values[1], values[0])
+        ptx(f"cvt.rn.{self.weight.half.ptx}x2.f32", out, values[1], values[0])
 
     def end(self, acc):
         pass
@@ -165,7 +173,7 @@ def _load_groups(k: Kernel, views, slot, f: int, step) -> dict[str, list]:
         count = 2 if dtype == "float32" else 1
         words = T.alloc_local([count], "uint32")
         at = k.lane // 4 * (group_bytes(dtype) // 8)
-        address = views[role].ptr(slot, k.feature_warp * k.tile.feature_tiles + f, step, at)
+        address = views[role].ptr(slot, k.block(f), step, at)
         loaded[role] = [words[i] for i in range(count)]
         load = "u8" if dtype == "u4" else "v2.b32" if count == 2 else "b32"
         ptx(f"ld.shared.{load}", *loaded[role], address)

@@ -31,7 +31,7 @@ def load_codes(k: Kernel, view, slot, i):
     words = []
     for f in range(k.tile.feature_tiles):
         registers = T.alloc_local([4], "uint32")
-        address = view.ptr(slot, k.feature_warp * k.tile.feature_tiles + f, i, k.lane, 0)
+        address = view.ptr(slot, k.block(f), i, k.lane, 0)
         words.append([registers[s] for s in range(4)])
         ptx("ld.shared.v4.b32", *words[-1], address)
     return words

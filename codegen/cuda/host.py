@@ -21,12 +21,64 @@ NO_NVCC = (
 )
 
 
-def emit(functions: dict[str, tirx.PrimFunc], target: Target) -> str:
-    """One CUDA C++ file for all functions: the kernels and a host wrapper that checks every argument."""
+def emit(functions: dict[str, tirx.PrimFunc], target: Target, overlapped: bool = False) -> str:
+    """One CUDA C++ file for all functions: the kernels and a host wrapper that checks every argument.
+
+    overlapped  all kernels wait for their predecessors themselves (`overlap`), and are launched accordingly
+    """
     device = tvm.target.Target({"kind": "cuda", "arch": target.arch})
     with_host = device.with_host(tvm.target.Target("cuda_host"))
     module = tvm.compile(tvm.IRModule(functions), target=with_host, tir_pipeline="tirx").mod
-    return export_cuda_host(module)
+    source = _without_driver_library(export_cuda_host(module))
+    return _overlapped(source) if overlapped else source
+
+
+_LAUNCH = "  return cudaLaunchKernelEx(config, kernel, ((Params)args)...);\n"
+_OVERLAPPED_LAUNCH = """\
+  cudaLaunchConfig_t overlapped = *config;
+  cudaLaunchAttribute attributes[4] = {};
+  for (unsigned i = 0; i < config->numAttrs; ++i) attributes[i] = config->attrs[i];
+  attributes[config->numAttrs].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[config->numAttrs].val.programmaticStreamSerializationAllowed = 1;
+  overlapped.attrs = attributes;
+  overlapped.numAttrs = config->numAttrs + 1;
+  return cudaLaunchKernelEx(&overlapped, kernel, ((Params)args)...);
+"""
+
+
+# What the driver library exports is asked of the runtime library: linking would need libcuda where there is no GPU.
+_DRIVER_INCLUDE = "#include <cuda_runtime.h>\n"
+_DRIVER = """\
+static CUresult qdsl_encode_tensor_map(
+    CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* base, const cuuint64_t* extents,
+    const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t* steps, CUtensorMapInterleave interleave,
+    CUtensorMapSwizzle swizzle, CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
+  static const auto encode = [] {
+    void* found = nullptr;
+    cudaDriverEntryPointQueryResult result;
+    cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &found, 12000, cudaEnableDefault, &result);
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(found);
+  }();
+  if (!encode) return CUDA_ERROR_NOT_SUPPORTED;
+  return encode(map, type, rank, base, extents, strides, box, steps, interleave, swizzle, promotion, fill);
+}
+static CUresult qdsl_error_string(CUresult error, const char** message) {
+  *message = "the CUDA driver refuses the tensor map of x";
+  return error;
+}
+#define cuTensorMapEncodeTiled qdsl_encode_tensor_map
+#define cuGetErrorString qdsl_error_string
+"""
+
+
+def _without_driver_library(source: str) -> str:
+    return source.replace(_DRIVER_INCLUDE, _DRIVER_INCLUDE + _DRIVER) if "cuTensorMapEncodeTiled" in source else source
+
+
+def _overlapped(source: str) -> str:
+    """Every kernel of the file launched as a programmatic dependent of its predecessor (see `overlap`)."""
+    assert source.count(_LAUNCH) == 1, "the host wrappers launch through one function"
+    return source.replace(_LAUNCH, _OVERLAPPED_LAUNCH)
 
 
 def build(source: Path, library: Path, target: Target) -> None:

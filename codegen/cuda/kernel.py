@@ -61,3 +61,12 @@ class Kernel:
     def shared(self, shape, dtype):
         """The pool as an array."""
         return T.decl_buffer(shape, dtype, data=self.pool.data, scope="shared.dyn")
+
+    @property
+    def filler(self):
+        """Which of the threads that fill a stage together."""
+        return self.thread % self.tile.fillers
+
+    def block(self, f: int):
+        """Block of 16 features of the CTA that is the warp's f'th."""
+        return self.tile.block(self.thread // 32, f)

@@ -25,6 +25,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from qdsl.codegen.cuda import overlap
 from qdsl.codegen.cuda.builder import assign, ceildiv, ptx, when, zeros
 from qdsl.codegen.cuda.correct import SumStep, WeightStep
 from qdsl.codegen.cuda.fragments import load_codes, load_tokens
@@ -58,8 +59,12 @@ def lower(
     extra: Sequence[Extra] = (),
     epilogue: Epilogue = lambda acc, m, n, buffers: acc,
     output: str | None = None,
+    overlapped: bool = False,
 ) -> tirx.PrimFunc:
-    """The kernel (x, q, [s], [z], *extra, y); y has the type `output`, by default that of x."""
+    """The kernel (x, q, [s], [z], *extra, y); y has the type `output`, by default that of x.
+
+    overlapped  it may be launched before its predecessor has ended (`overlap`)
+    """
     tile = fitted(weight, tile)
     with IRBuilder() as builder, T.prim_func(False, False, False):
         T.func_name(name)
@@ -68,6 +73,8 @@ def lower(
         T.device_entry()
         with T.attr({"tirx.launch_bounds_min_blocks_per_sm": tile.resident}):
             k = _enter(weight, tile, own)
+            if overlapped:
+                overlap.wait()
             store_partials(k, _main_loop(k))
             reduce(k, epilogue, others, own["y"])
     return builder.get()

@@ -20,7 +20,7 @@ def store_partials(k: Kernel, acc):
     partials = k.shared(tile.partials, "float32")
     for f in range(tile.feature_tiles):
         for j in range(tile.token_tiles):
-            for i in tile.registers:
+            for i in tile.result:
                 token = (k.token_warp * tile.token_tiles + j) * 8 + k.lane % 4 * 2 + i % 2
                 feature = (k.feature_warp * tile.feature_tiles + f) * 16 + i // 2 * 8 + k.lane // 4
                 value = acc[4 * (f * tile.token_tiles + j) + i]

@@ -36,7 +36,7 @@ class Stage:
         A sum that is corrected afterwards is at most 128 long: the codes are off by up to 1024, and a longer
         sum of such numbers loses the bits that matter.
         """
-        longest = min(64 * self.tile.slice, 128) if self.tile.correct == "sums" else 64
+        longest = self.tile.longest_step
         return math.gcd(self.weight.group or longest, longest)
 
     @property
@@ -62,8 +62,8 @@ class Stage:
         tile = self.tile
         blocks = tile.features // 16
         shapes = {
+            "x": (tile.x_shape, self.weight.compute),
             "q": ((blocks, tile.slice, 32, 4), "uint32"),
-            "x": ((tile.tokens, 64 * tile.slice), self.weight.compute),
         }
         for role, dtype in self.weight.grouped.items():
             shapes[role] = ((blocks, self.steps, group_bytes(dtype)), "uint8")
@@ -80,7 +80,7 @@ class Stage:
             if name == operand:
                 return end
             end += -(-math.prod(shape) * ITEM_BYTES[dtype] // 16) * 16
-        return -(-end // 128) * 128
+        return -(-end // self.tile.swizzle) * self.tile.swizzle
 
 
 def group_bytes(dtype: str) -> int:
@@ -128,8 +128,8 @@ def declare_views(k: Kernel) -> dict[str, View]:
     stage, views = Stage(k.weight, k.tile), {}
     for operand, (shape, dtype) in stage.shapes.items():
         item = ITEM_BYTES[dtype]
-        buffer = k.shared((k.tile.teams, k.tile.stages, stage.offset() // item), dtype)
-        views[operand] = View(buffer, k.team, stage.offset(operand) // item, shape)
+        buffer = k.shared((k.tile.rings, k.tile.stages, stage.offset() // item), dtype)
+        views[operand] = View(buffer, k.team if k.tile.rings > 1 else T.int32(0), stage.offset(operand) // item, shape)
     return views
 
 
@@ -171,7 +171,7 @@ class FillGroups:
         self.width = min(16, group_bytes(self.dtype))
         self.pieces = group_bytes(self.dtype) // self.width
         self.numbers = math.prod(int(n) for n in self.source.shape[2:])  # numbers of one group
-        item = k.team_thread
+        item = k.filler
         self.f = item // (self.stage.steps * self.pieces)
         self.step, self.piece = item // self.pieces % self.stage.steps, item % self.pieces
         self.position = register("int32", first * 64 + self.step * self.stage.step)
@@ -183,7 +183,7 @@ class FillGroups:
         return self.source.shape[1] * self.numbers
 
     def start(self, slot):
-        k, threads, steps = self.k, self.k.tile.team_threads, self.stage.steps
+        k, threads, steps = self.k, self.k.tile.fillers, self.stage.steps
         total = k.tile.features // 16 * steps * self.pieces
         for n in range(-(-total // threads)):
             f, rest = divmod(n * threads, steps * self.pieces)
@@ -194,7 +194,7 @@ class FillGroups:
             source = self.source.ptr_to([*zeros, self.offset[0] + f * self._row() + wide(g) * self.numbers])
             inside = tirx.all(k.o0 + self.f + f < k.o_tiles, position < k.K)
             target = self.view.ptr(slot, self.f + f, self.step + step, self.piece * self.width)
-            _copy(target, source, self.width, inside, None if total >= threads else k.team_thread < total)
+            _copy(target, source, self.width, inside, None if total >= threads else k.filler < total)
 
     def advance(self, tiles: int):
         assign(self.position, 0, self.position[0] + tiles * 64)

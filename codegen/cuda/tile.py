@@ -47,8 +47,29 @@ class Tile:
         """Tiles of 16 features of one warp."""
         return self.features // 16 // self.split[1]
 
+    swizzle = 128  # bytes that the stages are aligned to
+
     @property
-    def registers(self) -> tuple[int, ...]:
+    def longest_step(self) -> int:
+        return min(64 * self.slice, 128) if self.correct == "sums" else 64
+
+    @property
+    def rings(self) -> int:
+        return self.teams
+
+    @property
+    def fillers(self) -> int:
+        return self.team_threads
+
+    @property
+    def x_shape(self) -> tuple[int, ...]:
+        return (self.tokens, 64 * self.slice)
+
+    def block(self, warp, f: int):
+        return warp // self.split[0] % self.split[1] * self.feature_tiles + f
+
+    @property
+    def result(self) -> tuple[int, ...]:
         """Registers of an mma result that matter: i // 2 is feature c or c + 8, i % 2 token 2t or 2t + 1."""
         return (0, 2) if self.tokens == 1 else (0, 1, 2, 3)
 
