@@ -79,7 +79,8 @@ class Plan:
         lines += [f"    {b.tensor}{b.layout} ({b.dtype})" for b in self.buffers]
         lines.append("  variants")
         lines += [f"    {variant}" for variant in self.variants]
-        lines += ["  choice", *(f"    {line}" for line in self.table.lines())]
+        if len(self.variants) > 1:
+            lines += ["  choice", *(f"    {line}" for line in self.table.lines())]
         return "\n".join([*lines, *(str(note) for note in self.notes)])
 
 

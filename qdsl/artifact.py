@@ -55,7 +55,7 @@ class Artifact:
         lines += [f"  {b.tensor}{b.layout} in {b.dtype}" for b in m.buffers]
         for arch, variants in m.variants.items():
             lines += [f"  {arch}", *(f"    {variant}" for variant in variants)]
-            lines += [f"    {line}" for line in m.tables[arch].lines()]
+            lines += [f"    {line}" for line in m.tables[arch].lines() if len(variants) > 1]
         return "\n".join([*lines, *(f"  {note}" for note in m.notes)])
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -93,6 +94,23 @@ def test_tiles_fit_every_gpu(name):
 def test_a_step_lies_in_one_group_and_is_short(group, correct, slice_, step):
     tile = Tile("t", correct, 32, 32, (1, 1, 1), slice_, 2, 1)
     assert Stage(Weight("float16", 8, None, "float16", group, False), tile).step == step
+
+
+def test_the_order_of_sums_is_told_by_who_has_which_slice():
+    weight = Weight("float16", 0, "u4", "float16", 128, False)
+
+    def order(tile: Tile, weight: Weight = weight) -> str:
+        return Stage(weight, fitted(weight, tile)).order
+
+    assert order(TILES["m16"]) == "mma 8 teams by 128, corrects sums of 128"
+    assert order(TILES["any"]) == "mma 1 team, corrects weights"
+    assert order(TILES["m1"]) == order(TILES["m1_short"]) and order(TILES["m32"]) == order(TILES["m64"])
+    assert order(replace(TILES["any"], slice=1, stages=4, tokens=64)) == order(TILES["any"]), "one team has all slices"
+    assert order(replace(TILES["m32"], slice=1)) != order(TILES["m32"])
+    assert order(replace(TILES["m8"], split=(1, 1, 8))) != order(TILES["m8"])
+    groups = [replace(weight, group=group) for group in (32, 64)]
+    assert len({order(TILES["m8"], w) for w in groups}) == 2, "a sum that is corrected is rounded"
+    assert len({order(TILES["m32"], w) for w in groups}) == 1
 
 
 @pytest.mark.parametrize("zero", [None, "u4", "float16"])

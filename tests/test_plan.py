@@ -5,11 +5,14 @@ from pathlib import Path
 import pytest
 
 import qdsl
+from qdsl.choice import Key, Row, Table
+from qdsl.codegen.cuda import measured
 from qdsl.codegen.plan import plan, planes, vector_features
 from qdsl.codegen.target import default_archs, target
 from qdsl.diagnostic import TargetError
 from qdsl.dtype import dtype
 
+KEY = Key("f16", "f16", "u4", 128)
 SM80, CPU = target("cuda", "sm_80"), target("cpu", "x86-64-v3")
 TEST_SCHEMES = Path(__file__).parent / "schemes"
 
@@ -73,6 +76,25 @@ def test_odd_widths_are_planes_of_powers_of_two(bits, expected):
     layout = plan(qdsl.load("gptq", bits=bits), CPU).buffer("q").layout
     rows, columns, lanes = layout.stored_shape((n, k))
     assert rows * columns * lanes * 8 == n * k * bits, "no bit is wasted"
+
+
+def test_the_choice_is_measured_or_else_modelled(monkeypatch):
+    scheme, hopper = qdsl.load("awq4"), target("cuda", "sm_90a")
+    assert plan(scheme, hopper).table.rows == measured.tables("sm_90a")[0].rows
+    assert plan(scheme, SM80).table.source == "model"
+    stale = Row(1, 1, ((None, "gone"),), ((None, "gone"),))
+    monkeypatch.setattr(measured, "tables", lambda arch: (Table("measured long ago", stale, (stale,), KEY),))
+    assert plan(scheme, hopper).table.source == "model", "a table of tiles that are gone is of no use"
+
+
+def test_tables_are_of_what_makes_kernels_differ_in_speed():
+    for (name, params), key in {
+        ("awq4", ()): KEY,
+        ("gptq", ()): KEY,
+        ("awq4", (("act", "bf16"), ("group", "k"))): Key("bf16", None, "u4", None),  # its scale is left to the epilogue
+        ("gptq_sym", (("group", 64),)): Key("f16", "f16", None, 64),
+    }.items():
+        assert plan(qdsl.load(name, **dict(params)), SM80).table.key == key
 
 
 def test_the_plan_prints_every_decision():

@@ -171,6 +171,18 @@ def test_the_command_keeps_the_tables(several, tmp_path, monkeypatch, capsys):
     assert len(tables_from_json(out.read_text())) == 1, "a table of the same kernels is replaced"
 
 
+def test_an_artifact_shows_its_variants_and_their_table(several, capsys):
+    folder, arch = several
+    assert main(["show", str(folder)]) == 0
+    shown = capsys.readouterr().out
+    assert f"  {arch}\n    one (a): linear(x, q, s, z, b, y)\n    two (b): " in shown
+    assert "    by hand\n      any K and N: two\n" in shown
+    assert main(["show", str(folder), "--json"]) == 0
+    manifest = json.loads(capsys.readouterr().out)
+    assert [v["name"] for v in manifest["variants"][arch]] == ["one", "two"]
+    assert manifest["tables"][arch]["spare"]["free"] == [[None, "two"]]
+
+
 def test_without_a_gpu_it_is_one_clear_error(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     assert main(["tune", "awq4"]) == 1
