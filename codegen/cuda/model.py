@@ -85,7 +85,7 @@ def seconds(work: Work, weight: Weight, gpu: Gpu, m: int, n: int, k: int) -> flo
     rounds, waves = -(-ctas // gpu.sms), -(-ctas // (gpu.sms * work.residents(gpu)))
     memory = (n * row + 2 * m * (n + k)) / gpu.bandwidth
     port = rounds * (work.features * row + 2 * work.tokens * k) / work.split / (PORT * gpu.clock)
-    trips = -(-k // (work.slice * work.teams * work.split)) / (work.stages - 1) + 1
+    trips = -(-k // (work.slice * work.teams * work.split)) / max(1, work.stages - 1) + 1
     multiplier = rounds * _work_of_a_cta(work, gpu, k // work.split)
     return LAUNCH + math.hypot(*(part**2 for part in (memory, port, multiplier, waves * trips * LATENCY))) ** 0.5
 
