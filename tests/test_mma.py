@@ -125,7 +125,32 @@ def test_sources(compute, group, zero):
     for name in functions:
         assert re.search(rf"__global__ void __launch_bounds__\({TILES[name].threads}, \d+\) {name}_kernel\(", text)
     assert (f"fma.rn.{half}x2" in text) == (zero != "float16")  # float zeros go through float32
-    assert (f"cvt.rn.{half}x2.f32" in text) == (zero == "float16")
+
+
+CLUSTER = Tile("c8", "sums", tokens=8, features=64, split=(1, 2, 4), slice=2, stages=4, resident=1, cluster=4)
+
+
+def test_a_cluster_shares_k():
+    assert str(CLUSTER) == "c8: 8 tokens x 64 features, 1x2x4 warps, 4 CTAs along k, 4 stages of 128, corrects sums"
+    weight = Weight("float16", 0, "u4", "float16", 128, False)
+    assert Stage(weight, CLUSTER).order == "mma 4 CTAs by 128, of 4 teams by 128, corrects sums of 128"
+    function = mma.lower("linear", weight, CLUSTER, overlapped=True, shared=227 * 1024)
+    text = source({"linear": function}, "sm_90a")
+    assert "clusterDim.x = " in text and "mapa.shared::cluster" in text
+    assert text.count("_cluster_arrive_release_aligned();") == 2  # sums are stored; sums are read
+
+
+def test_more_shared_memory_holds_more_stages():
+    weight, tile = Weight("float16", 0, "u4", "float16", 128, False), replace(CLUSTER, split=(1, 1, 8))
+    assert (fitted(weight, tile).stages, fitted(weight, tile, 227 * 1024).stages) == (2, 4)
+    assert fitted(weight, TILES["m8"], 227 * 1024) == fitted(weight, TILES["m8"])
+
+
+def test_copies_of_codes_take_a_hint():
+    weight, tile = Weight("float16", 0, "u4", "float16", 128, False), replace(TILES["m8"], hint=".L2::cache_hint")
+    text = source({"linear": mma.lower("linear", weight, tile)})
+    assert "createpolicy.fractional.L2::evict_first.b64" in text
+    assert re.search(r"cp.async.cg.shared.global.L2::cache_hint \[%0\], \[%1\], 16, %2", text)
 
 
 def test_epilogue_reads_extra_buffers():
@@ -154,6 +179,8 @@ def test_nothing_spills(arch, weight, tmp_path: Path):
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc is not on PATH")
     functions = {name: mma.lower(name, weight, tile) for name, tile in TILES.items()}
+    if arch == "sm_90a":
+        functions["cluster"] = mma.lower("cluster", weight, CLUSTER, overlapped=True, shared=227 * 1024)
     (tmp_path / "k.cu").write_text(source(functions, arch))
     include = Path(tvm_ffi.__file__).parent / "include"
     command = [

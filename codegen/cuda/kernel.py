@@ -29,10 +29,20 @@ class Kernel:
     thread: tirx.Expr
     aligned: tirx.Expr  # rows of x begin on 16-byte boundaries
     pool: tirx.Buffer
+    rank: tirx.Expr | None = None  # of the CTA in its cluster; None: it is alone
 
     @property
     def k_tiles(self):
         return (self.K + 63) >> 6
+
+    @property
+    def share(self):
+        """First k tile of the CTA, and the end: the CTAs of a cluster take contiguous shares of whole slices."""
+        if self.rank is None:
+            return T.int32(0), self.k_tiles
+        size, count = self.tile.slice, self.tile.cluster
+        slices = (self.k_tiles + (size - 1)) // size
+        return tuple((self.rank + i) * slices // count * size for i in range(2))
 
     @property
     def o_tiles(self):

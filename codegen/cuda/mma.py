@@ -26,12 +26,12 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from qdsl.codegen.cuda import overlap
-from qdsl.codegen.cuda.builder import assign, ceildiv, ptx, when, zeros
+from qdsl.codegen.cuda.builder import assign, ceildiv, ptx, register, when, zeros
 from qdsl.codegen.cuda.correct import SumStep, WeightStep
 from qdsl.codegen.cuda.fragments import load_codes, load_tokens
 from qdsl.codegen.cuda.kernel import Kernel
 from qdsl.codegen.cuda.reduce import Epilogue, reduce, store_partials
-from qdsl.codegen.cuda.stage import FillCodes, FillGroups, FillTokens, Stage, declare_views, fitted, pool_bytes
+from qdsl.codegen.cuda.stage import SHARED, FillCodes, FillGroups, FillTokens, Stage, declare_views, fitted, pool_bytes
 from qdsl.codegen.cuda.tile import Tile
 from qdsl.codegen.cuda.weight import Weight
 
@@ -60,12 +60,14 @@ def lower(
     epilogue: Epilogue = lambda acc, m, n, buffers: acc,
     output: str | None = None,
     overlapped: bool = False,
+    shared: int = SHARED,
 ) -> tirx.PrimFunc:
     """The kernel (x, q, [s], [z], *extra, y); y has the type `output`, by default that of x.
 
     overlapped  it may be launched before its predecessor has ended (`overlap`)
+    shared      bytes of shared memory that a CTA can have
     """
-    tile = fitted(weight, tile)
+    tile = fitted(weight, tile, shared)
     with IRBuilder() as builder, T.prim_func(False, False, False):
         T.func_name(name)
         T.func_attr({"global_symbol": name, "tirx.noalias": True})
@@ -76,7 +78,7 @@ def lower(
             if overlapped:
                 overlap.wait()
             store_partials(k, _main_loop(k))
-            reduce(k, epilogue, others, own["y"])
+            reduce(k, epilogue, others, own["y"], cluster=tile.cluster)
     return builder.get()
 
 
@@ -108,7 +110,10 @@ def _enter(weight, tile, buffers) -> Kernel:
     (M, K), N = buffers["x"].shape, buffers["y"].shape[1]
     # Tiles of tokens and features share grid x: y and z end at 65,535.
     columns = T.cast(ceildiv(N, tile.features), "int32")
-    cta = T.cta_id([T.cast(ceildiv(M, tile.tokens), "int32") * columns])
+    cta, rank = T.cta_id([T.cast(ceildiv(M, tile.tokens), "int32") * columns * tile.cluster]), None
+    if tile.cluster > 1:
+        rank = T.cta_id_in_cluster([tile.cluster])
+        cta = cta // tile.cluster
     thread = T.thread_id([tile.threads])
     pool = T.alloc_buffer((pool_bytes(weight, tile),), "uint8", scope="shared.dyn")
     place = T.alloc_local([2], "int32")
@@ -135,6 +140,7 @@ def _enter(weight, tile, buffers) -> Kernel:
         thread=thread,
         aligned=((T.cast(K, "uint64") * T.uint64(2) | base[0]) & T.uint64(15)) == T.uint64(0),
         pool=pool,
+        rank=rank,
     )
 
 
@@ -145,25 +151,38 @@ def _main_loop(k: Kernel):
     for a few microseconds should not wait for a second copy of its instructions.
     """
     tile = k.tile
-    views, ahead = declare_views(k), tile.stages - 1
-    stride, first = tile.teams * tile.slice, k.team * tile.slice
-    count = (k.k_tiles - first + (stride - 1)) // stride  # slices of this team
+    views, ahead = declare_views(k, _ring(k) if tile.roomy else None), tile.stages - 1
+    stride = tile.teams * tile.slice
+    first, end = k.share
+    first = first + k.team * tile.slice
+    count = T.alloc_local([1], "int32")
+    ptx("mov.b32", count[0], (end - first + (stride - 1)) // stride)  # slices of this team
+    slot, other = register("int32", T.int32(0)), register("int32", T.int32(0))
     fills: list = [FillCodes(k, views["q"], first)]
     fills += [FillGroups(k, role, views[role], first) for role in k.weight.grouped]
     fills.append(FillTokens(k, views["x"], first))
     acc = zeros(4 * tile.feature_tiles * tile.token_tiles, "float32")
-    with T.serial(0, count + ahead, unroll=False) as i:
+    with T.serial(0, count[0] + ahead, unroll=False) as i:
+        assign(other, 0, T.if_then_else(slot[0] == ahead, T.int32(0), slot[0] + 1))  # that of slice i - ahead
         with when(i >= ahead):
             ptx("cp.async.wait_group", ahead - 1)
             _team_sync(k)  # slice i - ahead has landed, and nobody reads the slice before it any more
-        with when(i < count):
+        with when(i < count[0]):
             for fill in fills:
-                fill.start(tirx.truncmod(i, tile.stages))
+                fill.start(slot[0])
                 fill.advance(stride)
         ptx("cp.async.commit_group")
         with when(i >= ahead):
-            _multiply(k, views, acc, tirx.truncmod(i - ahead, tile.stages))
+            _multiply(k, views, acc, other[0])
+        assign(slot, 0, other[0])
     return acc
+
+
+def _ring(k: Kernel):
+    """Shared address of the team's stages, in a register."""
+    base, ring = T.alloc_local([1], "uint32"), k.tile.stages * Stage(k.weight, k.tile).offset()
+    ptx("mov.b32", base[0], T.cuda.cvta_generic_to_shared(k.pool.ptr_to([0])) + T.cast(k.team * ring, "uint32"))
+    return base[0]
 
 
 def _team_sync(k: Kernel):

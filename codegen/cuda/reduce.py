@@ -1,4 +1,8 @@
-"""Accumulators -> y: the teams' partial sums through shared memory, added, through the epilogue, rounded once."""
+"""Accumulators -> y: partial sums through shared memory, added, through the epilogue, rounded once.
+
+The sums of a CTA's teams are added first, team by team; then those of a cluster's CTAs, rank by rank: each CTA reads
+its part of y out of the others' shared memory.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +11,7 @@ from collections.abc import Callable, Mapping
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from qdsl.codegen.cuda.builder import assign, when, wide
+from qdsl.codegen.cuda.builder import assign, ptx, when, wide
 from qdsl.codegen.cuda.kernel import Kernel
 
 Epilogue = Callable[[tirx.Expr, tirx.Expr, tirx.Expr, Mapping[str, tirx.Buffer]], tirx.Expr]
@@ -22,7 +26,7 @@ def store_partials(k: Kernel, acc):
         for j in range(tile.token_tiles):
             for i in tile.result:
                 token = (k.token_warp * tile.token_tiles + j) * 8 + k.lane % 4 * 2 + i % 2
-                feature = (k.feature_warp * tile.feature_tiles + f) * 16 + i // 2 * 8 + k.lane // 4
+                feature = k.block(f) * 16 + i // 2 * 8 + k.lane // 4
                 value = acc[4 * (f * tile.token_tiles + j) + i]
                 if tile.correct == "sums":
                     value = value * T.float32(1 / k.weight.factor(i // 2))
@@ -34,19 +38,84 @@ def store_partials(k: Kernel, acc):
     T.evaluate(T.cuda.cta_sync())
 
 
-def reduce(k: Kernel, epilogue: Epilogue, buffers, y):
-    """Adds the teams' sums in order, applies the epilogue, rounds. Neighbouring threads store along a row."""
-    tile = k.tile
-    partials = k.shared(tile.partials, "float32")
-    total = T.alloc_local([1], "float32")
-    items = tile.tokens * tile.features
-    with T.serial(0, -(-items // tile.threads)) as i:
-        item = i * tile.threads + k.thread
-        token, feature = item // tile.features, item % tile.features
+def reduce(k: Kernel, epilogue: Epilogue, buffers, y, threads: int | None = None, cluster: int = 1):
+    """Adds the partial sums, which are stored, applies the epilogue, rounds. A thread takes four features at a time.
+
+    threads  how many take part, those with the lowest numbers; by default all
+    cluster  CTAs whose sums are added
+    """
+    tile, threads = k.tile, threads or k.tile.threads
+    partials, items = k.shared(tile.partials, "float32"), tile.tokens * tile.features // 4
+    if cluster == 1 or tile.teams > 1:
+        for token, feature, m, n in _items(k, T.int32(0), items, threads):
+            own = [partials.ptr_to([team, token, feature]) for team in range(tile.teams)]
+            total = _sum("ld.shared.v4.f32", own)
+            if cluster == 1:
+                _store(k, epilogue, buffers, total, m, n, y)
+            else:
+                ptx("st.shared.v4.f32", own[0], *(total[j] for j in range(4)))
+    if cluster == 1:
+        return
+    _cluster_sync()
+    base, bases = T.cuda.cvta_generic_to_shared(partials.ptr_to([0, 0, 0])), T.alloc_local([cluster], "uint32")
+    for rank in range(cluster):
+        ptx("mapa.shared::cluster.u32", bases[rank], base, T.uint32(rank))
+    for token, feature, m, n in _items(k, k.rank * (items // cluster), items // cluster, threads):
+        at = T.cast((token * tile.partials[2] + feature) * 4, "uint32")
+        total = _sum("ld.shared::cluster.v4.f32", [bases[rank] + at for rank in range(cluster)])
+        _store(k, epilogue, buffers, total, m, n, y)
+    _cluster_sync()  # nobody leaves while its sums are read
+
+
+def _cluster_sync():
+    ptx("barrier.cluster.arrive.release.aligned")
+    ptx("barrier.cluster.wait.acquire.aligned")
+
+
+def _items(k: Kernel, first, count: int, threads: int):
+    """Items first .. first + count of the CTA's part of y, four features each, dealt to the threads.
+
+    Yields (token, feature in the CTA, m, n) inside the loop, once, where they are inside of y.
+    """
+    row = k.tile.features // 4
+    with T.serial(0, -(-count // threads)) as i:
+        item = i * threads + k.thread
+        token, feature = (first + item) // row, (first + item) % row * 4
         m, n = k.m0 + token, k.o0 * 16 + feature
-        with when(tirx.all(item < items, m < k.M, n < k.N)):
-            assign(total, 0, partials[0, token, feature])
-            for team in range(1, tile.teams):
-                assign(total, 0, total[0] + partials[team, token, feature])
-            value = epilogue(total[0], wide(m), wide(n), buffers)
-            T.buffer_store(y, T.cast(value, str(y.dtype)), [wide(m), wide(n)])
+        with when(tirx.all(item < count, m < k.M, n < k.N)):
+            yield token, feature, m, n
+
+
+def _sum(load: str, addresses):
+    """The sum of four numbers from every address, in order."""
+    total, parts = T.alloc_local([4], "float32"), T.alloc_local([4 * len(addresses)], "float32")
+    for i, address in enumerate(addresses):
+        ptx(load, *(parts[4 * i + j] for j in range(4)), address)
+    for j in range(4):
+        value = parts[j]
+        for i in range(1, len(addresses)):
+            value = value + parts[4 * i + j]
+        assign(total, j, value)
+    return total
+
+
+def _store(k: Kernel, epilogue, buffers, total, m, n, y):
+    """y[m, n : n + 4], as one store where the rows of y are aligned for it."""
+    dtype, words = str(y.dtype), 4 if str(y.dtype) == "float32" else 2
+    values = [epilogue(total[j], wide(m), wide(n + j), buffers) for j in range(4)]
+    packed = T.alloc_local([words], "uint32")
+    base = T.alloc_local([1], "uint64")
+    ptx("cvta.to.global.u64", base[0], y.ptr_to([T.int64(0), T.int64(0)]))
+    with T.If(tirx.all(k.N % 4 == 0, base[0] % T.uint64(4 * words) == T.uint64(0))):
+        with T.Then():
+            for j in range(words):
+                if words == 4:
+                    assign(packed, j, T.reinterpret("uint32", values[j]))
+                else:
+                    half = "f16" if dtype == "float16" else "bf16"
+                    ptx(f"cvt.rn.{half}x2.f32", packed[j], values[2 * j + 1], values[2 * j])
+            ptx(f"st.global.v{words}.b32", y.ptr_to([wide(m), wide(n)]), *(packed[j] for j in range(words)))
+        with T.Else():
+            for j in range(4):
+                with when(n + j < k.N):
+                    T.buffer_store(y, T.cast(values[j], dtype), [wide(m), wide(n + j)])

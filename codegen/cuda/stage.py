@@ -54,6 +54,8 @@ class Stage:
         decide which register holds a sum, never what is added to it, nor when.
         """
         share = "1 team" if self.tile.teams == 1 else f"{self.tile.teams} teams by {64 * self.tile.slice}"
+        if self.tile.cluster > 1:
+            share = f"{self.tile.cluster} CTAs by {64 * self.tile.slice}, of {share}"
         return f"mma {share}, corrects {f'sums of {self.step}' if self.tile.correct == 'sums' else 'weights'}"
 
     @property
@@ -93,9 +95,9 @@ def pool_bytes(weight: Weight, tile: Tile) -> int:
     return max(tile.teams * tile.stages * Stage(weight, tile).offset(), 4 * math.prod(tile.partials))
 
 
-def fitted(weight: Weight, tile: Tile) -> Tile:
-    """The tile with as many stages, then as long slices, as fit into shared memory."""
-    while pool_bytes(weight, tile) > SHARED:
+def fitted(weight: Weight, tile: Tile, shared: int = SHARED) -> Tile:
+    """The tile with as many stages, then as long slices, as fit into so many bytes of shared memory."""
+    while pool_bytes(weight, tile) > shared:
         if tile.stages > 2:
             tile = replace(tile, stages=tile.stages - 1)
         else:
@@ -112,6 +114,7 @@ class View:
     team: tirx.Expr
     start: int
     shape: tuple[int, ...]
+    base: tirx.Expr | None  # shared address of the team's stages, if it is kept in a register
 
     def index(self, stage, *index) -> list:
         flat = 0
@@ -120,16 +123,22 @@ class View:
         return [self.team, stage, self.start + flat]
 
     def ptr(self, stage, *index):
-        return self.buffer.ptr_to(self.index(stage, *index))
+        *_, number = position = self.index(stage, *index)
+        if self.base is None:
+            return self.buffer.ptr_to(position)
+        bits = int(str(self.buffer.dtype).strip("abcdefghijklmnopqrstuvwxyz"))
+        return self.base + T.cast(stage * (int(self.buffer.shape[2]) * bits // 8) + number * (bits // 8), "uint32")
 
 
-def declare_views(k: Kernel) -> dict[str, View]:
+def declare_views(k: Kernel, base=None) -> dict[str, View]:
     """The stages, by operand."""
     stage, views = Stage(k.weight, k.tile), {}
     for operand, (shape, dtype) in stage.shapes.items():
         item = ITEM_BYTES[dtype]
         buffer = k.shared((k.tile.rings, k.tile.stages, stage.offset() // item), dtype)
-        views[operand] = View(buffer, k.team if k.tile.rings > 1 else T.int32(0), stage.offset(operand) // item, shape)
+        views[operand] = View(
+            buffer, k.team if k.tile.rings > 1 else T.int32(0), stage.offset(operand) // item, shape, base
+        )
     return views
 
 
@@ -140,22 +149,36 @@ class FillCodes:
         self.k, self.view = k, view
         warp = k.team_thread // 32
         self.f, self.i = warp // k.tile.slice, warp % k.tile.slice
-        self.position = register("int32", first + self.i)
+        self.position = register("int32", first)
         block = wide(k.o0 + self.f) * self._row() + wide(first + self.i)
         self.offset = register("int64", block * 128 + wide(k.lane * 4))
+        self.policy = []
+        if "cache_hint" in k.tile.hint:
+            policy = T.alloc_local([1], "uint64")
+            ptx("createpolicy.fractional.L2::evict_first.b64", policy[0], T.float32(1.0))
+            self.policy = [policy[0]]
 
     def _row(self):
         return ceildiv(wide(self.k.K), 64)
 
     def start(self, slot):
         k, tile = self.k, self.k.tile
+        with T.If(tirx.all(k.o0 + tile.features // 16 <= k.o_tiles, self.position[0] + tile.slice <= k.k_tiles)):
+            with T.Then():
+                self._start(slot, whole=True)
+            with T.Else():
+                self._start(slot, whole=False)
+
+    def _start(self, slot, whole: bool):
+        k, tile = self.k, self.k.tile
         warps, blocks = tile.team_threads // 32, tile.features // 16 * tile.slice
+        exists = None if warps <= blocks else k.team_thread < 32 * blocks
         for n in range(-(-blocks // warps)):
             f, i = divmod(n * warps, tile.slice)
             source = k.q.ptr_to([0, 0, 0, self.offset[0] + (f * self._row() + i) * 128])
-            inside = tirx.all(k.o0 + self.f + f < k.o_tiles, self.position[0] + i < k.k_tiles)
+            inside = tirx.all(k.o0 + self.f + f < k.o_tiles, self.position[0] + self.i + i < k.k_tiles)
             target = self.view.ptr(slot, self.f + f, self.i + i, k.lane, 0)
-            _copy(target, source, 16, inside, None if warps <= blocks else k.team_thread < 32 * blocks)
+            _copy(target, source, 16, None if whole else inside, exists, tile.hint, self.policy)
 
     def advance(self, tiles: int):
         assign(self.position, 0, self.position[0] + tiles)
@@ -248,9 +271,9 @@ class FillTokens:
         assign(self.offset, 0, self.offset[0] + tiles * 64)
 
 
-def _copy(target, source, width: int, inside, exists):
+def _copy(target, source, width: int, inside, exists, hint: str = "", policy=()):
     """cp.async of `width` bytes, or of zeros unless `inside`; none at all unless `exists` (None: it does)."""
-    size = T.if_then_else(inside, T.uint32(width), T.uint32(0))
+    size = [] if inside is None else [T.if_then_else(inside, T.uint32(width), T.uint32(0))]
     options = {} if exists is None else {"pred": exists}
     cache = "cg" if width == 16 else "ca"
-    ptx(f"cp.async.{cache}.shared.global", target, source, width, size, **options)
+    ptx(f"cp.async.{cache}.shared.global{hint}", target, source, width, *size, *policy, **options)

@@ -17,12 +17,14 @@ class Tile:
     slice: int  # tiles of 64 along k in one stage
     stages: int  # stages of a team's ring
     resident: int  # CTAs that an SM must be able to hold: a limit on registers
+    cluster: int = 1  # CTAs of a cluster, which share k; more than one from sm_90 on
+    hint: str = ""  # of the copies of codes, for the L2 cache
 
     def __post_init__(self):
         assert self.correct in ("sums", "weights"), self
         assert self.stages >= 2, f"{self}: one stage cannot be filled while it is read"
         assert self.team_threads == 32 or self.teams < 16, f"{self}: there are 16 barriers"
-        for extent in (self.tokens, self.features // 16, *self.split, self.slice):
+        for extent in (self.tokens, self.features // 16, *self.split, self.slice, self.cluster):
             assert extent and extent & (extent - 1) == 0, f"{self}: {extent} is not a power of two"
 
     @property
@@ -46,6 +48,11 @@ class Tile:
     def feature_tiles(self) -> int:
         """Tiles of 16 features of one warp."""
         return self.features // 16 // self.split[1]
+
+    @property
+    def roomy(self) -> bool:
+        """Registers are left to hold addresses."""
+        return self.feature_tiles * self.token_tiles < 32 and 65536 // (self.threads * self.resident) >= 96
 
     swizzle = 128  # bytes that the stages are aligned to
 
@@ -82,5 +89,6 @@ class Tile:
         warps = "x".join(map(str, self.split))
         return (
             f"{self.name}: {self.tokens} tokens x {self.features} features, {warps} warps, "
+            f"{f'{self.cluster} CTAs along k, ' if self.cluster > 1 else ''}"
             f"{self.stages} stages of {64 * self.slice}, corrects {self.correct}"
         )
