@@ -146,11 +146,11 @@ def test_more_shared_memory_holds_more_stages():
     assert fitted(weight, TILES["m8"], 227 * 1024) == fitted(weight, TILES["m8"])
 
 
-def test_copies_of_codes_take_a_hint():
-    weight, tile = Weight("float16", 0, "u4", "float16", 128, False), replace(TILES["m8"], hint=".L2::cache_hint")
-    text = source({"linear": mma.lower("linear", weight, tile)})
-    assert "createpolicy.fractional.L2::evict_first.b64" in text
-    assert re.search(r"cp.async.cg.shared.global.L2::cache_hint \[%0\], \[%1\], 16, %2", text)
+def test_codes_that_are_read_once_leave_the_cache_first():
+    weight = Weight("float16", 0, "u4", "float16", 128, False)
+    small, large = (source({"linear": mma.lower("linear", weight, TILES[name])}) for name in ("m8", "any"))
+    assert re.search(r"cp.async.cg.shared.global.L2::cache_hint \[%0\], \[%1\], 16, %2", small)
+    assert "cache_hint" not in large
 
 
 def test_epilogue_reads_extra_buffers():

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from qdsl.codegen.cuda import mma
+from qdsl.codegen.cuda import mma, stage, wgmma
 from qdsl.codegen.cuda.model import Work
-from qdsl.codegen.cuda.stage import Stage, fitted, pool_bytes
+from qdsl.codegen.cuda.stage import SHARED, Stage
+from qdsl.codegen.cuda.tile import Tile
 from qdsl.codegen.cuda.weight import Weight
 from qdsl.codegen.target import Target
 
@@ -36,15 +37,18 @@ class Candidate:
 
 def candidates(target: Target, weight: Weight) -> tuple[Candidate, ...]:
     """Every kernel for a weight on a target, by rising number of tokens."""
-    return tuple(_mma(target, weight, tile) for tile in mma.tiles())
+    if target.arch != "sm_90a":
+        return tuple(_mma(target, weight, tile, SHARED) for tile in mma.tiles())
+    assert target.gpu is not None
+    small = [_mma(target, weight, tile, wgmma.SHARED) for tile in mma.hopper_tiles()]
+    return (*small[:-1], *(_wgmma(weight, tile) for tile in wgmma.tiles(target.gpu.sms)), small[-1])
 
 
-def _mma(target: Target, weight: Weight, tile: mma.Tile) -> Candidate:
+def _mma(target: Target, weight: Weight, tile: Tile, shared: int) -> Candidate:
     def lower(name: str, extra, epilogue) -> tirx.PrimFunc:
-        return mma.lower(name, weight, tile, extra, epilogue, overlapped=target.dependent_launch)
+        return mma.lower(name, weight, tile, extra, epilogue, overlapped=target.dependent_launch, shared=shared)
 
-    small = fitted(weight, tile)
-    packed = weight.zero in (None, "u4") and weight.scale in (None, weight.compute)
+    small = stage.fitted(weight, tile, shared)
     work = Work(
         tokens=tile.tokens,
         features=tile.features,
@@ -53,8 +57,35 @@ def _mma(target: Target, weight: Weight, tile: mma.Tile) -> Candidate:
         stages=small.stages,
         threads=tile.threads,
         resident=tile.resident,
-        shared=pool_bytes(weight, small),
+        shared=stage.pool_bytes(weight, small),
         multiplier="mma",
-        decode="sums" if tile.correct == "sums" else "weights" if packed else "floats",
+        decode="sums" if tile.correct == "sums" else _decode(weight),
+        split=tile.cluster,
     )
     return Candidate(tile.name, lower, work, Stage(weight, small).order)
+
+
+def _wgmma(weight: Weight, tile: wgmma.WarpgroupTile) -> Candidate:
+    def lower(name: str, extra, epilogue) -> tirx.PrimFunc:
+        return wgmma.lower(name, weight, tile, extra, epilogue)
+
+    small = wgmma.fitted(weight, tile)
+    work = Work(
+        tokens=tile.tokens,
+        features=tile.features,
+        teams=tile.teams,
+        slice=64 * small.slice,
+        stages=small.stages // small.teams,
+        threads=tile.threads,
+        resident=tile.resident,
+        shared=wgmma.pool_bytes(weight, small),
+        multiplier="wgmma",
+        decode=_decode(weight),
+        split=tile.split,
+    )
+    return Candidate(tile.name, lower, work, wgmma.order(tile), k_multiple=8)
+
+
+def _decode(weight: Weight) -> str:
+    packed = weight.zero in (None, "u4") and weight.scale in (None, weight.compute)
+    return "weights" if packed else "floats"

@@ -19,6 +19,7 @@ from qdsl.codegen.cuda.tile import Tile
 from qdsl.codegen.cuda.weight import BYTES, Weight
 
 ITEM_BYTES = {**BYTES, "uint32": 4, "uint8": 1}
+READ_ONCE = 64  # tokens of a tile up to which its codes are hardly ever read by another CTA as well
 SHARED = 99 * 1024  # bytes that one CTA can have on every GPU since sm_80
 
 
@@ -152,11 +153,7 @@ class FillCodes:
         self.position = register("int32", first)
         block = wide(k.o0 + self.f) * self._row() + wide(first + self.i)
         self.offset = register("int64", block * 128 + wide(k.lane * 4))
-        self.policy = []
-        if "cache_hint" in k.tile.hint:
-            policy = T.alloc_local([1], "uint64")
-            ptx("createpolicy.fractional.L2::evict_first.b64", policy[0], T.float32(1.0))
-            self.policy = [policy[0]]
+        self.policy = evict_first() if k.tile.tokens <= READ_ONCE else None
 
     def _row(self):
         return ceildiv(wide(self.k.K), 64)
@@ -178,7 +175,7 @@ class FillCodes:
             source = k.q.ptr_to([0, 0, 0, self.offset[0] + (f * self._row() + i) * 128])
             inside = tirx.all(k.o0 + self.f + f < k.o_tiles, self.position[0] + self.i + i < k.k_tiles)
             target = self.view.ptr(slot, self.f + f, self.i + i, k.lane, 0)
-            _copy(target, source, 16, None if whole else inside, exists, tile.hint, self.policy)
+            _copy(target, source, 16, None if whole else inside, exists, self.policy)
 
     def advance(self, tiles: int):
         assign(self.position, 0, self.position[0] + tiles)
@@ -271,9 +268,17 @@ class FillTokens:
         assign(self.offset, 0, self.offset[0] + tiles * 64)
 
 
-def _copy(target, source, width: int, inside, exists, hint: str = "", policy=()):
+def evict_first():
+    """A cache policy for what is read once: the first to leave the L2 cache."""
+    policy = T.alloc_local([1], "uint64")
+    ptx("createpolicy.fractional.L2::evict_first.b64", policy[0], T.float32(1.0))
+    return policy[0]
+
+
+def _copy(target, source, width: int, inside, exists, policy=None):
     """cp.async of `width` bytes, or of zeros unless `inside`; none at all unless `exists` (None: it does)."""
     size = [] if inside is None else [T.if_then_else(inside, T.uint32(width), T.uint32(0))]
     options = {} if exists is None else {"pred": exists}
     cache = "cg" if width == 16 else "ca"
+    hint, policy = ("", []) if policy is None else (".L2::cache_hint", [policy])
     ptx(f"cp.async.{cache}.shared.global{hint}", target, source, width, *size, *policy, **options)

@@ -18,7 +18,6 @@ class Tile:
     stages: int  # stages of a team's ring
     resident: int  # CTAs that an SM must be able to hold: a limit on registers
     cluster: int = 1  # CTAs of a cluster, which share k; more than one from sm_90 on
-    hint: str = ""  # of the copies of codes, for the L2 cache
 
     def __post_init__(self):
         assert self.correct in ("sums", "weights"), self

@@ -1,45 +1,77 @@
 """Tensor-core linear layers on Hopper: Weight, WarpgroupTile -> tirx PrimFunc for sm_90a.
 
-The same equation and the same stored fragments as in `mma`, which see. Here a warpgroup of four warps multiplies 64
-output features by up to 256 tokens with one wgmma: A, the weights, from registers, in the very order of the stored
-codes; B, the tokens, from shared memory.
+The same equation and the same stored fragments as in `mma`, which see. Here a warpgroup, four warps, multiplies blocks of
+64 output features by up to 256 tokens with one instruction: A, the weights, from registers, made out of the stored
+codes in their own order; B, the tokens, from shared memory.
 
-    global memory --one producer warp--> shared memory --consumer warpgroups--> accumulators --reduce--> y
+    global memory --ring: two producer warps--> shared memory --consumer warpgroups--> accumulators --store--> y
 
-                       full[slot]                  empty[slot]
-    producer warp   --- TMA, bulk copies ---> slot <--- the slot is read ---   consumer warpgroups
+The part of y that one CTA computes, and who computes it, for two warpgroups of two blocks each:
 
-Consumers share the tokens of a stage and split its features. CTAs of a cluster split k into contiguous shares and
-add their sums through each other's shared memory, in the order of their ranks.
+                  tokens 0 .. 255
+    features   0 |  warpgroup 0  |      A cluster of `multicast` CTAs takes as many such parts, one below the other:
+              64 |       "       |      they have the same tokens, and each loads a part of them for all.
+             128 |  warpgroup 1  |      A cluster of `split` CTAs takes one part, and each CTA a share of k; `reduce`
+             192 |       "       |      adds their sums. So it does with those of the teams of one CTA.
+
+Persistent kernels have as many clusters as fit on the GPU, each with every so many'th part: the producer fills the ring
+for the next part while the consumers store the last.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from qdsl.codegen.cuda import mma, overlap
-from qdsl.codegen.cuda.builder import assign, ceildiv, ptx, register, when, wide, zeros
-from qdsl.codegen.cuda.correct import SumStep, WeightStep
-from qdsl.codegen.cuda.fragments import biased
+from qdsl.codegen.cuda import mma, overlap, ring, store
+from qdsl.codegen.cuda.builder import assign, ceildiv, ptx, register, when
+from qdsl.codegen.cuda.correct import WeightStep
 from qdsl.codegen.cuda.kernel import Kernel
-from qdsl.codegen.cuda.reduce import Epilogue
-from qdsl.codegen.cuda.stage import FillGroups, Stage, declare_views
+from qdsl.codegen.cuda.reduce import Epilogue, reduce
+from qdsl.codegen.cuda.ring import ROW, Cursor, Ring
+from qdsl.codegen.cuda.stage import Stage
 from qdsl.codegen.cuda.weight import Weight
 
 SHARED = 227 * 1024  # bytes that one CTA can have on sm_90
-ONES = 128  # bytes of the 8 x 8 ones whose product with x is its row sums
-ROW = 128  # bytes of a row of 64 tokens' numbers in shared memory, the width of the swizzle
+
+
+def tiles(sms: int) -> tuple[WarpgroupTile, ...]:
+    """The tiles for a GPU of so many SMs, by rising number of tokens.
+
+    Up to 128 tokens the weights' bytes count: few features and a split of k give every SM a part. Beyond, products do.
+    """
+    large = {"registers": (232, 40)}  # 128 sums a thread, and weights in the making
+    return (
+        WarpgroupTile("w32", 32, warpgroups=2, blocks=1, teams=2, slice=2, stages=8),
+        WarpgroupTile("w32_wide", 32, warpgroups=2, blocks=2, teams=1, slice=2, stages=8),
+        WarpgroupTile("w32_split", 32, warpgroups=2, blocks=1, teams=1, slice=2, stages=8, split=2),
+        WarpgroupTile("w32_narrow", 32, warpgroups=1, blocks=1, teams=2, slice=4, stages=6, split=2),
+        WarpgroupTile("w64", 64, warpgroups=2, blocks=1, teams=1, slice=4, stages=4),
+        WarpgroupTile("w64_wide", 64, warpgroups=2, blocks=2, teams=1, slice=2, stages=6, batch=2),
+        WarpgroupTile("w64_split", 64, warpgroups=2, blocks=1, teams=2, slice=2, stages=8, split=2),
+        WarpgroupTile("w64_narrow", 64, warpgroups=1, blocks=1, teams=2, slice=4, stages=5, split=2),
+        WarpgroupTile("w128", 128, warpgroups=2, blocks=1, teams=1, slice=2, stages=5),
+        WarpgroupTile("w128_wide", 128, warpgroups=2, blocks=2, teams=1, slice=2, stages=4, batch=2, persistent=sms, **large),
+        WarpgroupTile("w128_split", 128, warpgroups=2, blocks=1, teams=1, slice=2, stages=5, split=2),
+        WarpgroupTile("w128_narrow", 128, warpgroups=1, blocks=1, teams=2, slice=2, stages=5, split=2),
+        WarpgroupTile("w152", 152, warpgroups=2, blocks=1, teams=1, slice=2, stages=4, persistent=sms, **large),
+        WarpgroupTile("w256", 256, warpgroups=2, blocks=1, teams=1, slice=2, stages=3, persistent=sms, **large),
+        WarpgroupTile("w256_split", 256, warpgroups=2, blocks=1, teams=1, slice=2, stages=3, split=2, **large),
+        WarpgroupTile("w256_pair", 256, warpgroups=2, blocks=1, teams=1, slice=2, stages=3, multicast=2, **large),
+        WarpgroupTile("w256_pairs", 256, warpgroups=2, blocks=1, teams=1, slice=2, stages=3, multicast=2, persistent=sms, **large),
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class WarpgroupTile:
-    """The part of y that one cluster computes, and how its CTAs and warpgroups share the work."""
+    """The part of y that one CTA computes, and how its warpgroups and its cluster share the work.
+
+    Right for every M and N, and every K that is a multiple of 8: TMA wants rows of x on 16 bytes.
+    """
 
     name: str
     tokens: int  # tokens of one CTA: the n of wgmma
@@ -48,22 +80,35 @@ class WarpgroupTile:
     teams: int  # teams along k: team t takes every teams'th stage, beginning with stage t
     slice: int  # tiles of 64 along k in one stage
     stages: int
-    split: int  # CTAs of a cluster along k
+    split: int = 1  # CTAs of a cluster along k
+    multicast: int = 1  # CTAs of a cluster along features: they load their tokens for each other
     batch: int = 4  # times 16 of k whose weights are made, and multiplied, together
-    resident: int = 1
+    resident: int = 1  # CTAs that an SM must be able to hold: a limit on registers
     registers: tuple[int, int] | None = None  # of a consumer and of a producer thread, if they are redistributed
+    persistent: int = 0  # CTAs of the grid; 0: one for every part of y
 
-    correct: str = "weights"  # where scale and zero are applied: "sums" or "weights"
-
-    swizzle = 1024
+    correct = "weights"
     rings = 1
+    swizzle = 1024  # bytes that the stages are aligned to
     fillers = 32  # threads that fill scales and zeros
 
     def __post_init__(self):
-        assert self.correct == "sums" or 4 * self.slice // self.batch % 2 == 0, (
-            f"{self}: the batches of a stage alternate between two register sets"
-        )
+        assert 4 * self.slice // self.batch % 2 == 0, f"{self}: the batches of a stage alternate between register sets"
         assert self.teams <= self.stages and self.threads <= 1024, self
+        assert 1 in (self.split, self.multicast) and self.tokens % (8 * self.multicast) == 0, self
+        assert not self.persistent or self.direct, self
+
+    def __str__(self):
+        parts = f"{self.tokens} tokens x {self.features} features, {self.warpgroups}x{self.teams} warpgroups"
+        parts += f", {self.stages} stages of {64 * self.slice}"
+        parts += f", {self.split} CTAs along k" if self.split > 1 else ""
+        parts += f", {self.multicast} CTAs with the same tokens" if self.multicast > 1 else ""
+        return f"{self.name}: {parts}{', persistent' if self.persistent else ''}"
+
+    @property
+    def direct(self) -> bool:
+        """One warpgroup has all of a sum: it goes to y without the detour through partial sums."""
+        return self.split == self.teams == 1
 
     @property
     def features(self) -> int:
@@ -75,7 +120,7 @@ class WarpgroupTile:
 
     @property
     def threads(self) -> int:
-        return self.consumers + (128 if self.registers else 32)
+        return self.consumers + (128 if self.registers else 64)
 
     @property
     def x_shape(self) -> tuple[int, ...]:
@@ -83,102 +128,114 @@ class WarpgroupTile:
 
     @property
     def longest_step(self) -> int:
-        return min(64 * self.slice, 128) if self.correct == "sums" else 64 * self.slice
+        return 64 * self.slice
 
     @property
     def feature_tiles(self) -> int:
         return self.blocks
 
     @property
-    def token_tiles(self) -> int:
-        return self.tokens // 8
-
-    result = (0, 1, 2, 3)
+    def cluster(self) -> int:
+        """CTAs that share k."""
+        return self.split
 
     def block(self, warp, f: int):
         return (warp // 4 % self.warpgroups * self.blocks + f) * 4 + warp % 4
 
     @property
-    def partials(self):
+    def partials(self) -> tuple[int, int, int]:
         return (self.teams, self.tokens, self.features + 4)
 
 
+def order(tile: WarpgroupTile) -> str:
+    """Names the order in which the products of one number of y are summed; equal names, equal bits (see `Stage.order`).
+
+    A team goes through its stages by rising k, 16 of k at a time, whatever else the tile says.
+    """
+    span = f"by {64 * tile.slice}"
+    share = "1 team" if tile.teams == 1 else f"{tile.teams} teams {span}"
+    return f"wgmma {share if tile.split == 1 else f'{tile.split} CTAs {span}, of {share}'}"
+
+
 def pool_bytes(weight: Weight, tile: WarpgroupTile) -> int:
-    ring = tile.stages * Stage(weight, tile).offset()
-    partial = 4 * math.prod(tile.partials)
-    return max(ring, partial) + ONES + 16 * tile.stages
+    return _barriers(weight, tile) + Ring.barrier_bytes(tile)
 
 
-def lower(name, weight: Weight, tile: WarpgroupTile, extra: Sequence[mma.Extra] = (),
-          epilogue: Epilogue = lambda acc, m, n, buffers: acc, output: str | None = None) -> tirx.PrimFunc:  # fmt: skip
-    """The kernel (x, q, [s], [z], *extra, y) for k a multiple of 8; y has the type `output`, by default that of x."""
-    assert pool_bytes(weight, tile) <= SHARED, (tile, pool_bytes(weight, tile))
+def _barriers(weight: Weight, tile: WarpgroupTile) -> int:
+    """Where the barriers begin: behind the stages and what becomes of the sums."""
+    stages = tile.stages * Stage(weight, tile).offset()
+    if not tile.direct:
+        return max(stages, store.partial_bytes(tile))
+    return stages + store.staging_bytes(tile) if tile.persistent else max(stages, store.staging_bytes(tile))
+
+
+def fitted(weight: Weight, tile: WarpgroupTile) -> WarpgroupTile:
+    """The tile with as many stages as fit into shared memory: scales and zeros of small groups take more of it."""
+    while pool_bytes(weight, tile) > SHARED and tile.stages > max(2, tile.teams):
+        tile = replace(tile, stages=tile.stages - 1)
+    assert pool_bytes(weight, tile) <= SHARED, f"{tile}: needs {pool_bytes(weight, tile)} bytes of shared memory"
+    return tile
+
+
+def lower(
+    name: str,
+    weight: Weight,
+    tile: WarpgroupTile,
+    extra: Sequence[mma.Extra] = (),
+    epilogue: Epilogue = lambda acc, m, n, buffers: acc,
+) -> tirx.PrimFunc:
+    """The kernel (x, q, [s], [z], *extra, y) for k a multiple of 8; x and y have the type `weight.compute`."""
+    tile = fitted(weight, tile)
     with IRBuilder() as builder, T.prim_func(False, False, False):
         T.func_name(name)
         T.func_attr({"global_symbol": name, "tirx.noalias": True})
-        own, others = mma._declare(weight, tile, extra, output or weight.compute)
-        maps = _tensor_maps(own, tile)
+        own, others = mma._declare(weight, tile, extra, weight.compute)
+        maps = ring.tensor_maps(own, tile)
         T.device_entry()
         with T.attr({"tirx.launch_bounds_min_blocks_per_sm": tile.resident}):
-            k, rank = _enter(weight, tile, own)
-            views = declare_views(k)
-            ring = Ring(k)
-            total = (k.k_tiles + (tile.slice - 1)) // tile.slice
-            begin, end = rank * total // tile.split, (rank + 1) * total // tile.split
-            ring.initialize()
+            k, cluster, rank = _enter(weight, tile, own)
+            stages = Ring(k, _barriers(weight, tile))
+            stages.initialize()
             overlap.wait()
             with T.If(k.thread >= tile.consumers):
                 with T.Then():
                     if tile.registers:
                         ptx("setmaxnreg.dec.sync.aligned.u32", tile.registers[1])
-                    with when(k.thread < tile.consumers + 32):
-                        _produce(k, views, ring, maps, begin, end)
+                    with when(k.thread // 32 == tile.consumers // 32):
+                        cursor = Cursor(tile.stages, T.int32(0), 1)
+                        with _parts(k, cluster, rank) as part:
+                            ring.fill_boxes(part, stages, maps, cursor, rank, *_stages_of(part))
+                    if weight.grouped:
+                        with when(k.thread // 32 == tile.consumers // 32 + 1):
+                            cursor = Cursor(tile.stages, T.int32(0), 1)
+                            with _parts(k, cluster, rank) as part:
+                                ring.fill_groups(part, stages, cursor, *_stages_of(part))
                 with T.Else():
                     if tile.registers:
                         ptx("setmaxnreg.inc.sync.aligned.u32", tile.registers[0])
-                    acc = _consume(k, views, ring, begin, end)
-                    _reduce(k, acc, rank, epilogue, others, own["y"])
+                    consumer = Consumer(k, stages)
+                    with _parts(k, cluster, rank) as part:
+                        summed = consumer.multiply(*_stages_of(part))
+                        if tile.direct:
+                            store.store_direct(part, consumer.acc, epilogue, others, own["y"])
+                        else:
+                            store.store_partials(part, consumer.acc, summed)
+                            reduce(part, epilogue, others, own["y"], tile.consumers, tile.split)
+            if tile.multicast > 1:
+                T.evaluate(T.cuda.cluster_sync())  # nobody leaves while others write into its ring
     return builder.get()
 
 
-def _tensor_maps(buffers, tile):
-    """The TMA descriptors of x and q: what lies outside of a tensor is read as zeros.
-
-    Of x, boxes of 64 numbers of `tokens` rows with the 128-byte swizzle that wgmma reads; of q, the stored blocks.
-    """
-    (M, K), (O, I, *_) = buffers["x"].shape, buffers["q"].shape
-    x = (K, M), (K * 2,), (64, tile.tokens), 3
-    q = (T.int64(128), I, O), (T.int64(512), I * 512), (128, tile.slice, tile.features // 16), 0
-    maps = {}
-    for name, (extents, strides, box, swizzle) in (("x", x), ("q", q)):
-        maps[name] = T.Var(f"{name}_map", ty=T.handle("tensormap").ty)
-        T.Bind(T.tvm_stack_alloca("tensormap", 1), var=maps[name])
-        box, steps = map(T.int64, box), [T.int64(1)] * len(extents)
-        T.evaluate(
-            T.tensormap_encode_tiled(
-                maps[name], buffers[name].data, *extents, *strides, *box, *steps, descriptor_dtype=str(buffers[name].dtype),
-                rank=len(extents), interleave=0, swizzle=swizzle, l2_promotion=2, oob_fill=0,
-            )
-        )  # fmt: skip
-    return maps
-
-
 def _enter(weight, tile, buffers):
+    """The launch grid and the names in scope on the device; the cluster's index and the CTA's rank in it."""
     (M, K), N = buffers["x"].shape, buffers["y"].shape[1]
-    columns = T.cast(ceildiv(N, tile.features), "int32")
-    cta = T.cta_id([T.cast(ceildiv(M, tile.tokens), "int32") * columns * tile.split])
-    if tile.split > 1:
-        rank = T.cta_id_in_cluster([tile.split])
-    else:
-        rank = T.int32(0)
+    size = tile.split * tile.multicast
+    parts = T.cast(ceildiv(M, tile.tokens), "int32") * T.cast(ceildiv(N, tile.features * tile.multicast), "int32")
+    clusters = tirx.min(parts, tile.persistent // size) if tile.persistent else parts
+    cta = T.cta_id([clusters * size])
+    rank = T.cta_id_in_cluster([size]) if size > 1 else T.int32(0)
     thread = T.thread_id([tile.threads])
     pool = T.alloc_buffer((pool_bytes(weight, tile),), "uint8", scope="shared.dyn")
-    place = T.alloc_local([2], "int32")
-    index = cta // tile.split if tile.split > 1 else cta
-    # neighbouring CTAs share weights: tokens vary fastest
-    rows = T.cast(ceildiv(M, tile.tokens), "int32")
-    assign(place, 0, tirx.truncmod(index, rows))
-    assign(place, 1, tirx.truncdiv(index, rows))
     k = Kernel(
         weight=weight,
         tile=tile,
@@ -188,228 +245,137 @@ def _enter(weight, tile, buffers):
         M=T.cast(M, "int32"),
         N=T.cast(N, "int32"),
         K=T.cast(K, "int32"),
-        m0=place[0] * tile.tokens,
-        o0=place[1] * (tile.features // 16),
+        m0=None,
+        o0=None,
         thread=thread,
-        aligned=None,
+        aligned=None,  # it is: k_multiple is 8
         pool=pool,
+        rank=rank if tile.split > 1 else None,
     )
-    return k, rank
+    return k, (cta // size if size > 1 else cta, clusters), rank
 
 
-class Ring:
-    """The barriers of the stages."""
-
-    def __init__(self, k: Kernel):
-        self.k, self.stages = k, k.tile.stages
-        end = (pool_bytes(k.weight, k.tile) - 16 * self.stages) // 8
-        buffer = k.shared((end + 2 * self.stages,), "uint64")
-        self.buffer, self.start = buffer, end
-
-    def full(self, slot):
-        return self.buffer.ptr_to([self.start + slot])
-
-    def empty(self, slot):
-        return self.buffer.ptr_to([self.start + self.stages + slot])
-
-    def ones(self):
-        return self.k.pool.ptr_to([8 * self.start - ONES])
-
-    def initialize(self):
-        k = self.k
-        if k.tile.correct == "sums":
-            ones = k.shared((2 * self.start,), "uint32")
-            with when(k.thread < ONES // 4):
-                T.buffer_store(ones, T.uint32(k.weight.half.one * 0x10001), [2 * self.start - ONES // 4 + k.thread])
-            ptx("fence.proxy.async.shared::cta")
-        with when(k.thread == 0):
-            for slot in range(self.stages):
-                ptx("mbarrier.init.shared.b64", self.full(slot), T.uint32(1 + 32 * bool(k.weight.grouped)))
-                ptx("mbarrier.init.shared.b64", self.empty(slot), T.uint32(4 * k.tile.warpgroups))
-            ptx("fence.mbarrier_init.release.cluster")
-        T.evaluate(T.cuda.cta_sync())
+GROUP = 4  # rows of parts that are walked together: their tokens and their weights both stay in the L2 cache
 
 
-def _produce(k: Kernel, views, ring: Ring, maps, begin, end):
-    """One warp: boxes of q and x by one thread, scales and zeros by all, into every slot that is empty."""
-    tile, lane = k.tile, k.thread % 32
-    slot, phase = register("int32", T.int32(0)), register("int32", T.int32(1))
-    policy = register("uint64", T.uint64(0))
-    ptx("createpolicy.fractional.L2::evict_first.b64", policy[0], T.float32(1.0))
-    box = tile.slice * (tile.features // 16 * 512 + tile.tokens * ROW)
-    load = "cp.async.bulk.tensor.{}d.shared::cluster.global.mbarrier::complete_tx::bytes"
-    groups = [FillGroups(k, role, views[role], begin * tile.slice) for role in k.weight.grouped]
-    with T.serial(begin, end, unroll=False) as i:
-        T.evaluate(T.cuda.mbarrier_wait(ring.empty(slot[0]), phase[0]))
-        full, first = ring.full(slot[0]), i * tile.slice
-        with when(lane == 0):
-            ptx("mbarrier.arrive.expect_tx.shared.b64", full, T.uint32(box))
-            target = views["q"].ptr(slot[0], 0, 0, 0, 0)
-            ptx(load.format(3) + ".L2::cache_hint", target, T.address_of(maps["q"]), 0, first, k.o0, full, policy[0])
-            for t in range(tile.slice):
-                target = views["x"].ptr(slot[0], t, 0, 0)
-                ptx(load.format(2), target, T.address_of(maps["x"]), (first + t) * 64, k.m0, full)
-        for fill in groups:
-            fill.start(slot[0])
-            fill.advance(tile.slice)
-        if groups:
-            ptx("cp.async.mbarrier.arrive.noinc.shared.b64", full)
-        _next(slot, phase, tile.stages)
+class _parts:  # noqa: N801  a `with` that reads like a loop
+    """The parts of y of a cluster, one after the other: down the tokens within a group of rows, then along the features."""
+
+    def __init__(self, k: Kernel, cluster, rank):
+        self.k, (self.first, self.step), self.rank = k, cluster, rank
+
+    def __enter__(self) -> Kernel:
+        k, tile = self.k, self.k.tile
+        rows = (k.M + (tile.tokens - 1)) // tile.tokens
+        span = tile.features * tile.multicast
+        columns = (k.N + (span - 1)) // span
+        index = self.first
+        if tile.persistent:
+            self.loop = T.serial(0, (rows * columns - self.first + self.step - 1) // self.step, unroll=False)
+            index = self.first + self.loop.__enter__() * self.step
+        place = T.alloc_local([2], "int32")
+        group = tirx.truncdiv(index, columns * GROUP)
+        within = index - group * (columns * GROUP)
+        height = tirx.min(rows - group * GROUP, GROUP)
+        assign(place, 0, group * GROUP + tirx.truncmod(within, height))
+        assign(place, 1, tirx.truncdiv(within, height) * tile.multicast + (self.rank if tile.multicast > 1 else 0))
+        return replace(k, m0=place[0] * tile.tokens, o0=place[1] * (tile.features // 16))
+
+    def __exit__(self, *error):
+        if self.k.tile.persistent:
+            self.loop.__exit__(*error)
 
 
-def _next(slot, phase, stages: int, by: int = 1):
-    assign(slot, 0, slot[0] + by)
-    with when(slot[0] >= stages):
-        assign(slot, 0, slot[0] - stages)
-        assign(phase, 0, phase[0] ^ 1)
+def _stages_of(k: Kernel):
+    """The stages of the CTA's share of k, first and end."""
+    first, end = k.share
+    return first // k.tile.slice, (end + (k.tile.slice - 1)) // k.tile.slice
 
 
-def _consume(k: Kernel, views, ring: Ring, begin, end):
-    """-> the warp's accumulators, [block, token tile, register] in one array.
+class Consumer:
+    """A warpgroup's share of the multiplication.
 
-    A batch of wgmmas runs while the fragments of the next are made. Fragments alternate between two sets of
-    registers; so do, where the sums of a step are corrected afterwards, those sums.
+    A batch of wgmmas runs while the fragments of the next are made, in another set of registers.
     """
-    tile, stage, half = k.tile, Stage(k.weight, k.tile), k.weight.half.ptx
-    sums, width = tile.correct == "sums", tile.tokens // 2
-    # From lane 0, so that the compiler knows that the warp agrees, and computes addresses once for all lanes.
-    team = T.alloc_local([1], "int32")
-    ptx(
-        "shfl_sync.idx.b32",
-        team[0],
-        k.thread // (128 * tile.warpgroups),
-        T.uint32(0),
-        T.uint32(31),
-        T.uint32(0xFFFFFFFF),
-    )
-    count = register("int32", (end - begin - team[0] + (tile.teams - 1)) // tile.teams)
-    slot, phase, previous = register("int32", team[0]), register("int32", T.int32(0)), register("int32", T.int32(0))
-    steps = SumStep(k) if sums else WeightStep(k)
-    sets = 1 if sums else 2
-    span = min(stage.step // 16, tile.batch) if sums else tile.batch  # times 16 of k in a batch
-    fragments = T.alloc_local([sets * span * tile.blocks * 4], "uint32")
-    acc = zeros(tile.blocks * width, "float32") if sums else T.alloc_local([tile.blocks * width], "float32")
-    base = T.alloc_local([1], "uint64")
-    T.evaluate(T.cuda.wgmma.encode_matrix_descriptor(T.address_of(base[0]), k.pool.ptr_to([0]), 1, 64, 3))
-    ones = T.alloc_local([1], "uint64")
-    T.evaluate(T.cuda.wgmma.encode_matrix_descriptor(T.address_of(ones[0]), ring.ones(), 0, 0, 0))
-    words, low = T.alloc_local([2], "uint32"), T.alloc_local([1], "uint32")
-    ptx("mov.b64", words[0], words[1], base[0])
-    instruction = f"wgmma.mma_async.sync.aligned.m64n{tile.tokens}k16.f32.{half}.{half}"
 
-    def multiply(d, first, a, j, add):
-        at = j // 4 * (tile.tokens * ROW // 16) + j % 4 * 2
-        desc = T.alloc_local([1], "uint64")
-        ptx("mov.b64", desc[0], low[0] + T.uint32(at), words[1])
-        transposed = [0] if len(a) == 4 else [0, 0]
-        ptx(instruction, *(d[first + r] for r in range(width)), *a, desc[0], add, 1, 1, *transposed)
+    def __init__(self, k: Kernel, stages: Ring):
+        self.k, self.ring, self.tile, self.stage = k, stages, k.tile, Stage(k.weight, k.tile)
+        tile, self.width = self.tile, self.tile.tokens // 2
+        # From lane 0, so that the compiler knows that the warp agrees, and computes addresses once for all lanes.
+        team = T.alloc_local([1], "int32")
+        index = k.thread // (128 * tile.warpgroups)
+        ptx("shfl_sync.idx.b32", team[0], index, T.uint32(0), T.uint32(31), T.uint32(0xFFFFFFFF))
+        self.team = team[0] if tile.teams > 1 else T.int32(0)
+        self.cursor, self.previous = Cursor(tile.stages, self.team, 0), register("int32", T.int32(0))
+        self.steps = WeightStep(k)
+        self.fragments = T.alloc_local([2 * tile.batch * tile.blocks * 4], "uint32")
+        self.acc = T.alloc_local([tile.blocks * self.width], "float32")  # [block, token tile, register]
+        base, words = T.alloc_local([1], "uint64"), T.alloc_local([2], "uint32")
+        T.evaluate(T.cuda.wgmma.encode_matrix_descriptor(T.address_of(base[0]), k.pool.ptr_to([0]), 1, 64, 3))
+        ptx("mov.b64", words[0], words[1], base[0])
+        self.base, self.low = words, T.alloc_local([1], "uint32")
 
-    def release(i):
-        """The slot read last may be filled again."""
-        with when(tirx.all(i > 0, k.thread % 32 == 0)):
-            ptx("mbarrier.arrive.shared.b64", ring.empty(previous[0]))
+    def multiply(self, begin, end):
+        """acc = the part's features x tokens, over the team's share of stages begin .. end; -> whether there is one."""
+        tile, stage, k, cursor = self.tile, self.stage, self.k, self.cursor
+        count = register("int32", (end - begin - self.team + (tile.teams - 1)) // tile.teams)
+        with T.serial(0, count[0], unroll=False) as i:
+            T.evaluate(T.cuda.mbarrier_wait(self.ring.full(cursor.slot), cursor.phase))
+            assign(self.low, 0, self.base[0] + T.cast(cursor.slot * (stage.offset() // 16), "uint32"))
+            codes = {}
+            for b in range(4 * tile.slice // tile.batch):
+                steps = range(b * tile.batch, (b + 1) * tile.batch)
+                for j in steps:
+                    if j % 4 == 0:
+                        codes[j // 4] = self._load_codes(j // 4)
+                    if 16 * j % stage.step == 0:
+                        self.steps.begin(self.ring.views, cursor.slot, 16 * j // stage.step)
+                    for f in range(tile.blocks):
+                        self.steps.weights(f, codes[j // 4][f][j % 4], self._fragment(j, f))
+                ptx("wgmma.fence.sync.aligned")
+                for j in steps:
+                    for f in range(tile.blocks):
+                        self._issue(j, f, j > 0 or i > 0)  # the first overwrites acc
+                ptx("wgmma.commit_group.sync.aligned")
+                ptx("wgmma.wait_group.sync.aligned", 1)
+                if b == 0:
+                    with when(i > 0):
+                        self.ring.release(self.previous[0])
+            assign(self.previous, 0, cursor.slot)
+            cursor.advance(tile.teams)
+        ptx("wgmma.wait_group.sync.aligned", 0)
+        with when(count[0] > 0):
+            self.ring.release(self.previous[0])
+        return count[0] > 0
 
-    with T.serial(0, count[0], unroll=False) as i:
-        T.evaluate(T.cuda.mbarrier_wait(ring.full(slot[0]), phase[0]))
-        assign(low, 0, words[0] + T.cast(slot[0] * (stage.offset() // 16), "uint32"))
-        codes = {}
-        for b in range(4 * tile.slice // span):
-            issue = []
-            for j in range(b * span, (b + 1) * span):
-                t, s = divmod(j, 4)
-                if s == 0:
-                    codes[t] = _load_codes(k, views["q"], slot[0], t)
-                if 16 * j % stage.step == 0:
-                    steps.begin(views, slot[0], 16 * j // stage.step)
-                for f in range(tile.blocks):
-                    at = 4 * ((b % sets * span + j % span) * tile.blocks + f)
-                    a = [fragments[at + r] for r in range(4)]
-                    if sums:
-                        for r in range(4):
-                            biased(k.weight, codes[t][f][s], r, a[r])
-                        issue.append((steps.sums, f * width, a, j, 16 * j % stage.step > 0))
-                    else:
-                        steps.weights(f, codes[t][f][s], a)
-                        issue.append((acc, f * width, a, j, j > 0 or i > 0))  # the first wgmma overwrites acc
-                if sums:
-                    issue.append((steps.row_sums, 0, [ones[0]], j, 16 * j % stage.step > 0))
-            ptx("wgmma.fence.sync.aligned")
-            for operands in issue:
-                multiply(*operands)
-            ptx("wgmma.commit_group.sync.aligned")
-            ptx("wgmma.wait_group.sync.aligned", 0 if sums else 1)
-            if b == 0:
-                release(i)
-            if sums and 16 * (b + 1) * span % stage.step == 0:
-                steps.end(acc)
-        assign(previous, 0, slot[0])
-        _next(slot, phase, tile.stages, tile.teams)
-    ptx("wgmma.wait_group.sync.aligned", 0)
-    if not sums:
-        with when(count[0] <= 0):  # no share of a short k
-            for r in range(tile.blocks * width):
-                assign(acc, r, T.float32(0))
-    return acc
+    def _fragment(self, j: int, f: int) -> list:
+        """Registers of the A fragment for times j of block f."""
+        first = 4 * (j % (2 * self.tile.batch) * self.tile.blocks + f)
+        return [self.fragments[first + r] for r in range(4)]
 
+    def _load_codes(self, i: int) -> list:
+        """By block, the lane's four words of k tile i of the stage."""
+        k, words = self.k, []
+        for f in range(self.tile.blocks):
+            registers = T.alloc_local([4], "uint32")
+            words.append([registers[s] for s in range(4)])
+            address = self.ring.views["q"].ptr(self.cursor.slot, k.block(f), i, k.lane, 0)
+            ptx("ld.shared.v4.b32", *words[-1], address)
+        return words
 
-def _load_codes(k, view, slot, i):
-    words = []
-    for f in range(k.tile.blocks):
-        registers = T.alloc_local([4], "uint32")
-        words.append([registers[s] for s in range(4)])
-        ptx("ld.shared.v4.b32", *words[-1], view.ptr(slot, k.block(f), i, k.thread % 32, 0))
-    return words
-
-
-def _reduce(k: Kernel, acc, rank, epilogue, buffers, y):
-    """Adds the sums of all teams of all CTAs of the cluster, in that order, applies the epilogue, rounds."""
-    tile, lane, width = k.tile, k.thread % 32, k.tile.tokens // 2
-    partials = k.shared(tile.partials, "float32")
-    team = k.thread // (128 * tile.warpgroups)
-    sync = lambda: ptx("bar.sync", T.uint32(1), T.uint32(tile.consumers))
-    sync()  # all consumers are done with the stages
-    for f in range(tile.blocks):
-        feature = k.block(f) * 16 + lane // 4
-        for r in range(width):
-            token = r // 4 * 8 + lane % 4 * 2 + r % 2
-            value = acc[f * width + r]
-            if tile.correct == "sums":
-                value = value * T.float32(1 / k.weight.factor(r // 2 % 2))
-            T.buffer_store(partials, value, [team, token, feature + r // 2 % 2 * 8])
-    if tile.split > 1:
-        T.evaluate(T.cuda.cluster_sync())
-    else:
-        sync()
-    # Rank r adds and stores every split'th token, beginning with token r; a thread takes four features.
-    items = -(-tile.tokens // tile.split) * (tile.features // 4)
-    total, part = T.alloc_local([4], "float32"), T.alloc_local([4], "float32")
-    remote = T.alloc_local([tile.split], "uint32")
-    if tile.split > 1:
-        own = T.cuda.cvta_generic_to_shared(partials.ptr_to([0, 0, 0]))
-        for other in range(tile.split):
-            ptx("mapa.shared::cluster.u32", remote[other], own, T.uint32(other))
-    with T.serial(0, -(-items // tile.consumers)) as i:
-        item = i * tile.consumers + k.thread
-        token = item // (tile.features // 4) * tile.split + rank
-        feature = item % (tile.features // 4) * 4
-        m, n = k.m0 + token, k.o0 * 16 + feature
-        with when(tirx.all(item < items, token < tile.tokens, m < k.M, n < k.N)):
-            for other in range(tile.split):
-                for t in range(tile.teams):
-                    first = other == t == 0
-                    values = total if first else part
-                    if tile.split > 1:
-                        at = T.cast(((t * tile.tokens + token) * tile.partials[2] + feature) * 4, "uint32")
-                        ptx("ld.shared::cluster.v4.f32", *(values[j] for j in range(4)), remote[other] + at)
-                    else:
-                        for j in range(4):
-                            assign(values, j, partials[t, token, feature + j])
-                    if not first:
-                        for j in range(4):
-                            assign(total, j, total[j] + part[j])
-            for j in range(4):
-                with when(n + j < k.N):
-                    value = epilogue(total[j], wide(m), wide(n + j), buffers)
-                    T.buffer_store(y, T.cast(value, str(y.dtype)), [wide(m), wide(n + j)])
-    if tile.split > 1:
-        T.evaluate(T.cuda.cluster_sync())  # nobody leaves while its sums are read
+    def _issue(self, j: int, f: int, add):
+        half, width = self.k.weight.half.ptx, self.width
+        at = j // 4 * (self.tile.tokens * ROW // 16) + j % 4 * 2  # in units of 16 bytes, from the stage's x on
+        descriptor = T.alloc_local([1], "uint64")
+        ptx("mov.b64", descriptor[0], self.low[0] + T.uint32(at), self.base[1])
+        instruction = f"wgmma.mma_async.sync.aligned.m64n{self.tile.tokens}k16.f32.{half}.{half}"
+        ptx(
+            instruction,
+            *(self.acc[f * width + r] for r in range(width)),
+            *self._fragment(j, f),
+            descriptor[0],
+            add,
+            1,
+            1,
+            0,
+        )

@@ -1,0 +1,153 @@
+"""Global memory -> shared memory on Hopper: a ring of stages that two producer warps fill.
+
+    producer warps  --- boxes of q and x, scales, zeros ---> slot      full[slot]: everything has landed
+                    <--- may be filled again --------------- slot      empty[slot]: every consumer has read it
+
+One warp asks for the boxes, by TMA; another copies scales and zeros, which come in pieces too small for
+boxes. One warp that does both takes longer for a stage than the consumers.
+
+CTAs that share their tokens (`WarpgroupTile.multicast`) each load a part of the rows of x into all of them; a slot is then
+empty only when the consumers of all these CTAs have read it.
+"""
+
+from __future__ import annotations
+
+from tvm.tirx.script import builder as T
+
+from qdsl.codegen.cuda.builder import assign, ptx, register, when
+from qdsl.codegen.cuda.kernel import Kernel
+from qdsl.codegen.cuda.stage import READ_ONCE, FillGroups, View, declare_views, evict_first
+
+ROW = 128  # bytes of 64 numbers of a token in shared memory: the width of the swizzle that wgmma reads
+
+
+def tensor_maps(buffers, tile) -> dict:
+    """The TMA descriptors of x and q, made on the host at every launch; what lies outside of a tensor is read as zeros.
+
+    Of x, boxes of 64 numbers of a CTA's share of the tokens, swizzled as wgmma wants it; of q, the stored blocks.
+    """
+    (M, K), (blocks, tiles, *_) = buffers["x"].shape, buffers["q"].shape
+    shapes = {
+        "x": ((K, M), (K * 2,), (64, tile.tokens // tile.multicast), 3),
+        "q": ((T.int64(128), tiles, blocks), (T.int64(512), tiles * 512), (128, tile.slice, tile.features // 16), 0),
+    }
+    maps = {}
+    for name, (extents, strides, box, swizzle) in shapes.items():
+        maps[name] = T.Var(f"{name}_map", ty=T.handle("tensormap").ty)
+        T.Bind(T.tvm_stack_alloca("tensormap", 1), var=maps[name])
+        box, steps = map(T.int64, box), [T.int64(1)] * len(extents)
+        T.evaluate(
+            T.tensormap_encode_tiled(
+                maps[name], buffers[name].data, *extents, *strides, *box, *steps, descriptor_dtype=str(buffers[name].dtype),
+                rank=len(extents), interleave=0, swizzle=swizzle, l2_promotion=2, oob_fill=0,
+            )
+        )  # fmt: skip
+    return maps
+
+
+class Cursor:
+    """A walk around the ring: the slot, and the phase of its barriers."""
+
+    def __init__(self, stages: int, slot, phase: int):
+        self.stages, self._slot = stages, register("int32", slot)
+        self._phase = register("int32", T.int32(phase))
+
+    @property
+    def slot(self):
+        return self._slot[0]
+
+    @property
+    def phase(self):
+        return self._phase[0]
+
+    def advance(self, by: int = 1):
+        assign(self._slot, 0, self.slot + by)
+        with when(self.slot >= self.stages):
+            assign(self._slot, 0, self.slot - self.stages)
+            assign(self._phase, 0, self.phase ^ 1)
+
+
+class Ring:
+    """The stages, and two barriers for each."""
+
+    def __init__(self, k: Kernel, first: int):
+        """`first`: where the barriers begin in shared memory, in bytes."""
+        self.k, self.stages, self.start = k, k.tile.stages, first // 8
+        self.views: dict[str, View] = declare_views(k)
+        self.barriers = k.shared((self.start + 2 * self.stages,), "uint64")
+
+    @staticmethod
+    def barrier_bytes(tile) -> int:
+        return 16 * tile.stages
+
+    def full(self, slot):
+        return self.barriers.ptr_to([self.start + slot])
+
+    def empty(self, slot):
+        return self.barriers.ptr_to([self.start + self.stages + slot])
+
+    def initialize(self):
+        k, tile = self.k, self.k.tile
+        with when(k.thread == 0):
+            for slot in range(self.stages):
+                landed, read = 1 + 32 * bool(k.weight.grouped), 4 * tile.warpgroups * tile.multicast
+                ptx("mbarrier.init.shared.b64", self.full(slot), T.uint32(landed))
+                ptx("mbarrier.init.shared.b64", self.empty(slot), T.uint32(read))
+            ptx("fence.mbarrier_init.release.cluster")
+        T.evaluate(T.cuda.cluster_sync() if tile.multicast > 1 else T.cuda.cta_sync())
+
+    def release(self, slot):
+        """A consumer warp has read the slot."""
+        k, multicast = self.k, self.k.tile.multicast
+        with when(k.lane < multicast):
+            if multicast == 1:
+                ptx("mbarrier.arrive.shared.b64", self.empty(slot))
+            else:  # lane i tells CTA i of the cluster
+                remote = T.alloc_local([1], "uint32")
+                own = T.cuda.cvta_generic_to_shared(self.empty(slot))
+                ptx("mapa.shared::cluster.u32", remote[0], own, T.cast(k.lane, "uint32"))
+                ptx("mbarrier.arrive.release.cluster.shared::cluster.b64", remote[0])
+
+
+def fill_boxes(k: Kernel, ring: Ring, maps, cursor: Cursor, rank, begin, end):
+    """One warp: the boxes of q and x of stages begin .. end of a part, asked for by its first lane.
+
+    The other lanes walk along, so that the warp is whole at the barriers to come.
+    """
+    tile = k.tile
+    once = tile.tokens <= READ_ONCE
+    hint, policy = (".L2::cache_hint", [evict_first()]) if once else ("", [])
+    box = tile.slice * (tile.features // 16 * 512 + tile.tokens * ROW)
+    load = "cp.async.bulk.tensor.{}d.shared::cluster.global.mbarrier::complete_tx::bytes"
+    rows, q, x = tile.tokens // tile.multicast, T.address_of(maps["q"]), T.address_of(maps["x"])
+    with T.serial(begin, end, unroll=False) as i:
+        slot, first = cursor.slot, i * tile.slice
+        T.evaluate(T.cuda.mbarrier_wait(ring.empty(slot), cursor.phase))
+        full = ring.full(slot)
+        with when(k.lane == 0):
+            ptx("mbarrier.arrive.expect_tx.shared.b64", full, T.uint32(box))
+            target = ring.views["q"].ptr(slot, 0, 0, 0, 0)
+            ptx(load.format(3) + hint, target, q, 0, first, k.o0, full, *policy)
+            for t in range(tile.slice):
+                at = (first + t) * 64
+                if tile.multicast == 1:
+                    ptx(load.format(2), ring.views["x"].ptr(slot, t, 0, 0), x, at, k.m0, full)
+                else:
+                    target, everyone = ring.views["x"].ptr(slot, t, rank * rows, 0), T.uint16((1 << tile.multicast) - 1)
+                    ptx(load.format(2) + ".multicast::cluster", target, x, at, k.m0 + rank * rows, full, everyone)
+        T.evaluate(T.cuda.warp_sync())
+        cursor.advance()
+
+
+def fill_groups(k: Kernel, ring: Ring, cursor: Cursor, begin, end):
+    """One warp: the scales and zeros of stages begin .. end of a part."""
+    tile = k.tile
+    fills = [FillGroups(k, role, ring.views[role], begin * tile.slice) for role in k.weight.grouped]
+    with T.serial(begin, end, unroll=False):
+        slot = cursor.slot
+        T.evaluate(T.cuda.mbarrier_wait(ring.empty(slot), cursor.phase))
+        for fill in fills:
+            fill.start(slot)
+            fill.advance(tile.slice)
+        ptx("cp.async.mbarrier.arrive.noinc.shared.b64", ring.full(slot))
+        cursor.advance()
