@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 import subprocess
+from dataclasses import dataclass
 from pathlib import Path
 
 import tvm
@@ -83,16 +85,41 @@ def _overlapped(source: str) -> str:
 
 def build(source: Path, library: Path, target: Target) -> None:
     """Compile the file with nvcc; raises TargetError with nvcc's own words when it fails."""
+    # Machine code for this GPU, and PTX for newer ones; architecture-specific code (sm_90a) runs nowhere else.
+    code = target.arch if target.arch.endswith("a") else f"[{target.arch},{_virtual(target)}]"
+    _nvcc(source, target, code, "-shared", "-Xcompiler", "-fPIC", "-o", str(library))
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What ptxas says of one kernel."""
+
+    registers: int
+    spilled: int  # bytes
+
+
+def resources(source: Path, target: Target) -> tuple[dict[str, Resources], list[str]]:
+    """Compile the file for the GPU alone: registers and spills by kernel, and the losses of speed that ptxas warns of."""
+    said = _nvcc(source, target, target.arch, "-cubin", "-Xptxas", "-v", "-o", str(source.with_suffix(".cubin")))
+    entry = r"entry function '(\w+)_kernel'.*?(\d+) bytes spill stores.*?Used (\d+) registers"
+    found = {name: Resources(int(used), int(spilled)) for name, spilled, used in re.findall(entry, said, re.S)}
+    return found, [line for line in said.splitlines() if "Potential Performance Loss" in line]
+
+
+def _nvcc(source: Path, target: Target, code: str, *options: str) -> str:
+    """What nvcc says about the file."""
     compiler = _require_nvcc()
     ffi = Path(tvm_ffi.__file__).parent
-    virtual = target.arch.replace("sm_", "compute_")
-    # Machine code for this GPU, and PTX for newer ones; architecture-specific code (sm_90a) runs nowhere else.
-    code = target.arch if target.arch.endswith("a") else f"[{target.arch},{virtual}]"
-    command = [compiler, "-O3", "-std=c++17", "-shared", "-Xcompiler", "-fPIC", "-gencode", f"arch={virtual},code={code}",
-               f"-I{ffi / 'include'}", f"-L{ffi / 'lib'}", "-ltvm_ffi", *_wheel_paths(compiler), str(source), "-o", str(library)]  # fmt: skip
+    command = [compiler, "-O3", "-std=c++17", "-gencode", f"arch={_virtual(target)},code={code}",
+               f"-I{ffi / 'include'}", f"-L{ffi / 'lib'}", "-ltvm_ffi", *_wheel_paths(compiler), str(source), *options]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise TargetError(f"nvcc failed on {source}:\n{(done.stderr or done.stdout).strip()[-4000:]}")
+    return done.stderr
+
+
+def _virtual(target: Target) -> str:
+    return target.arch.replace("sm_", "compute_")
 
 
 def _require_nvcc() -> str:

@@ -7,7 +7,7 @@ import math
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from qdsl.codegen.cuda.builder import assign, ptx, when, wide
+from qdsl.codegen.cuda.builder import ptx, when, wide
 from qdsl.codegen.cuda.kernel import Kernel
 from qdsl.codegen.cuda.stage import Stage
 
@@ -72,18 +72,19 @@ def _staging_start(k: Kernel) -> int:
 
 def _store_rows(k: Kernel, staging, own, m0, n0, tokens: int, y):
     """Staged tokens to y[m0 .., n0 .. n0 + 64], in pieces of eight features."""
-    words = T.alloc_local([4], "uint32")
+    words, base = T.alloc_local([4], "uint32"), T.alloc_local([1], "uint64")
+    ptx("cvta.to.global.u64", base[0], y.ptr_to([T.int64(0), T.int64(0)]))
+    aligned = tirx.all(k.N % 8 == 0, base[0] % T.uint64(16) == T.uint64(0))
     for i in range(-(-tokens * 8 // 128)):
         piece = i * 128 + k.thread % 128
         row, n = piece // 8, n0 + piece % 8 * 8
         m, at = m0 + row, own + row * (PITCH // 2) + piece % 8 * 8
-        with when(tirx.all(row < tokens, m < k.M, n < k.N)):
-            with T.If(k.N % 8 == 0):
-                with T.Then():
-                    ptx("ld.shared.v4.b32", *(words[r] for r in range(4)), staging.ptr_to([at]))
-                    ptx("st.global.v4.b32", y.ptr_to([wide(m), wide(n)]), *(words[r] for r in range(4)))
-                with T.Else(), T.serial(0, 8, unroll=False) as j, when(n + j < k.N):
-                    T.buffer_store(y, staging[at + j], [wide(m), wide(n + j)])
+        with when(tirx.all(row < tokens, m < k.M, n < k.N)), T.If(aligned):
+            with T.Then():
+                ptx("ld.shared.v4.b32", *(words[r] for r in range(4)), staging.ptr_to([at]))
+                ptx("st.global.v4.b32", y.ptr_to([wide(m), wide(n)]), *(words[r] for r in range(4)))
+            with T.Else(), T.serial(0, 8, unroll=False) as j, when(n + j < k.N):
+                T.buffer_store(y, staging[at + j], [wide(m), wide(n + j)])
 
 
 def _sync(k: Kernel):

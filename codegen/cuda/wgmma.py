@@ -317,7 +317,7 @@ class Consumer:
 
     def multiply(self, begin, end):
         """acc = the part's features x tokens, over the team's share of stages begin .. end; -> whether there is one."""
-        tile, stage, k, cursor = self.tile, self.stage, self.k, self.cursor
+        tile, stage, cursor = self.tile, self.stage, self.cursor
         count = register("int32", (end - begin - self.team + (tile.teams - 1)) // tile.teams)
         with T.serial(0, count[0], unroll=False) as i:
             T.evaluate(T.cuda.mbarrier_wait(self.ring.full(cursor.slot), cursor.phase))
