@@ -62,8 +62,10 @@ def hopper_tiles() -> tuple[Tile, ...]:
         Tile("h8", "sums", tokens=8, features=32, split=(1, 1, 4), slice=4, stages=3, resident=2),
         Tile("h8_deep", "sums", tokens=8, features=32, split=(1, 1, 8), slice=2, stages=3, resident=2),
         Tile("h8_wide", "sums", tokens=8, features=64, split=(1, 1, 4), slice=2, stages=4, resident=2),
+        Tile("h8_pair", "sums", tokens=8, features=64, split=(1, 2, 4), slice=2, stages=4, resident=2),
         Tile("h16", "sums", tokens=16, features=32, split=(1, 1, 8), slice=2, stages=2, resident=2),
         Tile("h16_wide", "sums", tokens=16, features=64, split=(1, 1, 4), slice=2, stages=3, resident=2),
+        Tile("h16_pair", "sums", tokens=16, features=64, split=(1, 2, 4), slice=2, stages=3, resident=2),
         Tile("h16_split", "sums", tokens=16, features=64, split=(1, 1, 4), slice=2, stages=3, resident=2, cluster=2),
         Tile("any", "weights", tokens=128, features=128, split=(2, 2, 1), slice=2, stages=2, resident=1),
     )

@@ -97,8 +97,9 @@ class Ring:
         T.evaluate(T.cuda.cluster_sync() if tile.multicast > 1 else T.cuda.cta_sync())
 
     def release(self, slot):
-        """A consumer warp has read the slot."""
+        """A consumer warp, all of its lanes, has read the slot."""
         k, multicast = self.k, self.k.tile.multicast
+        T.evaluate(T.cuda.warp_sync())
         with when(k.lane < multicast):
             if multicast == 1:
                 ptx("mbarrier.arrive.shared.b64", self.empty(slot))
