@@ -99,7 +99,6 @@ class Ring:
     def release(self, slot):
         """A consumer warp, all of its lanes, has read the slot."""
         k, multicast = self.k, self.k.tile.multicast
-        T.evaluate(T.cuda.warp_sync())
         with when(k.lane < multicast):
             if multicast == 1:
                 ptx("mbarrier.arrive.shared.b64", self.empty(slot))

@@ -320,6 +320,7 @@ class Consumer:
         tile, stage, cursor = self.tile, self.stage, self.cursor
         count = register("int32", (end - begin - self.team + (tile.teams - 1)) // tile.teams)
         with T.serial(0, count[0], unroll=False) as i:
+            T.evaluate(T.cuda.warp_sync())  # all lanes have read the previous slot
             T.evaluate(T.cuda.mbarrier_wait(self.ring.full(cursor.slot), cursor.phase))
             assign(self.low, 0, self.base[0] + T.cast(cursor.slot * (stage.offset() // 16), "uint32"))
             codes = {}
@@ -344,6 +345,7 @@ class Consumer:
             assign(self.previous, 0, cursor.slot)
             cursor.advance(tile.teams)
         ptx("wgmma.wait_group.sync.aligned", 0)
+        T.evaluate(T.cuda.warp_sync())
         with when(count[0] > 0):
             self.ring.release(self.previous[0])
         return count[0] > 0
