@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
+import ml_dtypes
 import numpy as np
 import pytest
 import tvm
@@ -48,6 +49,23 @@ def test_bit_tricks_are_exact(compute):
     # Flipping bit 3 of a two's complement code reads it as unsigned, 8 too large.
     signed = q - 16 * (q >= 8)
     assert np.array_equal(as_float(compute, half.magic ^ 8 ^ q), half.bias + signed + 8)
+
+
+def test_an_f16_scale_is_two_bf16_numbers():
+    """`Weight.arithmetic` "split": for every scale and difference, both terms are exact."""
+
+    def bf16(values: np.ndarray) -> np.ndarray:
+        return values.astype(ml_dtypes.bfloat16).astype(np.float64)
+
+    scales = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    scales = scales[np.isfinite(scales)].astype(np.float64)
+    high = bf16(scales)
+    low = bf16(scales - high)
+    assert np.array_equal(high + low, scales)
+    for difference in range(-31, 32):
+        assert np.array_equal(bf16(difference * low), difference * low)
+    assert Weight("bfloat16", 0, "u4", "float16", 128, False).arithmetic == "split"
+    assert Weight("bfloat16", 40, "u4", "float16", 128, False).arithmetic == "floats"
 
 
 def test_tiles_print():

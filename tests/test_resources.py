@@ -11,6 +11,7 @@ from qdsl.codegen.cuda.weight import Weight
 from qdsl.codegen.target import target
 
 AWQ = Weight("float16", 0, "u4", "float16", 128, False)
+MIXED = Weight("bfloat16", 0, "u4", "float16", 128, False)
 SYMMETRIC = Weight("bfloat16", 8, None, "float32", None, False)
 AWKWARD = Weight("float16", 0, "float32", "float32", 16, False)  # the most bytes of scales and zeros
 
@@ -21,7 +22,9 @@ def plain(acc, m, n, buffers):
 
 @pytest.mark.skipif(nvcc() is None, reason="needs nvcc, or its wheels")
 @pytest.mark.parametrize(
-    ("arch", "weight"), [("sm_80", AWQ), ("sm_90a", AWQ), ("sm_90a", SYMMETRIC)], ids=["sm_80", "sm_90a", "symmetric"]
+    ("arch", "weight"),
+    [("sm_80", AWQ), ("sm_90a", AWQ), ("sm_90a", SYMMETRIC), ("sm_90a", MIXED)],
+    ids=["sm_80", "sm_90a", "symmetric", "mixed"],
 )
 def test_nothing_spills_and_no_wgmma_waits_for_the_compiler(arch, weight, tmp_path):
     """Run with -s to read the registers. ptxas warns where it waits after every wgmma, which costs half the speed."""
@@ -46,7 +49,7 @@ def test_warpgroup_tiles_fit_and_print():
         assert wgmma.pool_bytes(AWKWARD, wgmma.fitted(AWKWARD, tile)) <= wgmma.SHARED
     by_name = {tile.name: tile for tile in wgmma.tiles(132)}
     assert str(by_name["w64_narrow"]) == (
-        "w64_narrow: 64 tokens x 64 features, 1x2 warpgroups, 5 stages of 256, 2 CTAs along k"
+        "w64_narrow: 64 tokens x 64 features, 1x2 warpgroups, 4 stages of 256, 2 CTAs along k"
     )
     assert str(by_name["w256_pairs"]) == (
         "w256_pairs: 256 tokens x 128 features, 2x1 warpgroups, 3 stages of 128, 2 CTAs with the same tokens, persistent"

@@ -87,5 +87,4 @@ def _wgmma(weight: Weight, tile: wgmma.WarpgroupTile) -> Candidate:
 
 
 def _decode(weight: Weight) -> str:
-    packed = weight.zero in (None, "u4") and weight.scale in (None, weight.compute)
-    return "weights" if packed else "floats"
+    return "floats" if weight.arithmetic == "floats" else "weights"

@@ -88,17 +88,18 @@ class SumStep:
 class WeightStep:
     """A step that multiplies finished weights: (bias + q) - (bias + zero), exact, times scale, rounded once.
 
-    Integer zeros and scales of the compute type stay in packed 16-bit arithmetic; other types take the way
-    through float32, where the difference and the product are rounded to 16 bits together.
+    `Weight.arithmetic` says how.
     """
 
     def __init__(self, k: Kernel):
         self.k, self.tile, self.weight = k, k.tile, k.weight
-        self.packed = self.weight.zero in (None, "u4") and self.weight.scale in (None, self.weight.compute)
+        self.packed = self.weight.arithmetic != "floats"
         dtype = "uint32" if self.packed else "float32"
         self.a = T.alloc_local([4], "uint32")
         self.scale = T.alloc_local([2 * self.tile.feature_tiles], dtype)
         self.shift = T.alloc_local([2 * self.tile.feature_tiles], dtype)
+        if self.weight.arithmetic == "split":
+            self.scale_low, self.low = T.alloc_local([2 * self.tile.feature_tiles], dtype), T.alloc_local([1], dtype)
 
     def begin(self, views, slot, step: int):
         for f in range(self.tile.feature_tiles):
@@ -125,9 +126,17 @@ class WeightStep:
                 nibble = words["zero"][0] & T.uint32(15) if r == 0 else words["zero"][0] >> T.uint32(4)
                 shift = ((nibble << T.uint32(shrink)) + T.uint32(bits)) * T.uint32(0x10001)
             assign(self.shift, 2 * f + r, shift)
-            if self.weight.scale:
+            if self.weight.arithmetic == "split":
+                self._split(2 * f + r, _floats("float16", words["scale"])[r])
+            elif self.weight.scale:
                 word = words["scale"][0]
                 ptx("prmt.b32", self.scale[2 * f + r], word, word, T.uint32(0x3232 if r else 0x1010))
+
+    def _split(self, at: int, scale):
+        """The scale as a sum of two bf16 numbers, each as a packed pair."""
+        ptx("cvt.rn.bf16x2.f32", self.scale[at], scale, scale)
+        rest = scale - T.reinterpret("float32", self.scale[at] & T.uint32(0xFFFF0000))
+        ptx("cvt.rn.bf16x2.f32", self.scale_low[at], rest, rest)
 
     def weights(self, f: int, word, a):
         """a = the A fragment in `word` of feature tile f, as finished weights."""
@@ -147,8 +156,12 @@ class WeightStep:
         fma, inverse = f"fma.rn.{half.ptx}x2", T.uint32((half.one - (shrink << 10)) * 0x10001)
         biased(self.weight, word, register, out)
         ptx(fma, out, out, inverse, self.shift[r])
-        if self.weight.scale:
-            ptx(fma, out, out, self.scale[r], T.uint32(0x80008000))
+        nothing = T.uint32(0x80008000)  # -0
+        if self.weight.arithmetic == "split":
+            ptx(fma, self.low[0], out, self.scale_low[r], nothing)
+            ptx(fma, out, out, self.scale[r], self.low[0])
+        elif self.weight.scale:
+            ptx(fma, out, out, self.scale[r], nothing)
 
     def _float_pair(self, f: int, word, register: int, out):
         r, flip = 2 * f + register % 2, 8 if self.weight.signed else 0

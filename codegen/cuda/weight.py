@@ -54,6 +54,22 @@ class Weight:
         """The constant zero point of a nibble read as unsigned. Flipping bit 3 of an i4 code adds 8 to it."""
         return self.bias + 8 * self.signed
 
+    @property
+    def arithmetic(self) -> str:
+        """How q - zero, which is exact, becomes a finished weight, rounded once.
+
+        packed  in pairs of 16 bits, times a scale of that type
+        split   the same with an f16 scale in bf16: as the sum of two bf16 numbers, which it is exactly. The lower has
+                3 bits, q - zero no more than 5, so their product is exact, too, and is added before the one rounding
+        floats  in float32
+        """
+        if self.zero not in (None, "u4"):
+            return "floats"
+        if self.scale in (None, self.compute):
+            return "packed"
+        small = self.offset + 15 * (self.zero is not None) < 32
+        return "split" if (self.compute, self.scale) == ("bfloat16", "float16") and small else "floats"
+
     def factor(self, register: int) -> int:
         """What q is multiplied by in a register of the A fragment (see Half)."""
         return self.half.wide if register % 2 else 1

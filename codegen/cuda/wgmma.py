@@ -53,11 +53,11 @@ def tiles(sms: int) -> tuple[WarpgroupTile, ...]:
         WarpgroupTile("w64", 64, warpgroups=2, blocks=1, teams=1, slice=4, stages=4),
         WarpgroupTile("w64_wide", 64, warpgroups=2, blocks=2, teams=1, slice=2, stages=6, batch=2),
         WarpgroupTile("w64_split", 64, warpgroups=2, blocks=1, teams=2, slice=2, stages=8, split=2),
-        WarpgroupTile("w64_narrow", 64, warpgroups=1, blocks=1, teams=2, slice=4, stages=5, split=2),
+        WarpgroupTile("w64_narrow", 64, warpgroups=1, blocks=1, teams=2, slice=4, stages=4, split=2),
         WarpgroupTile("w128", 128, warpgroups=2, blocks=1, teams=1, slice=2, stages=5),
         WarpgroupTile("w128_wide", 128, warpgroups=2, blocks=2, teams=1, slice=2, stages=4, batch=2, persistent=sms, **large),
         WarpgroupTile("w128_split", 128, warpgroups=2, blocks=1, teams=1, slice=2, stages=5, split=2),
-        WarpgroupTile("w128_narrow", 128, warpgroups=1, blocks=1, teams=2, slice=2, stages=5, split=2),
+        WarpgroupTile("w128_narrow", 128, warpgroups=1, blocks=1, teams=2, slice=2, stages=4, split=2),
         WarpgroupTile("w152", 152, warpgroups=2, blocks=1, teams=1, slice=2, stages=4, persistent=sms, **large),
         WarpgroupTile("w256", 256, warpgroups=2, blocks=1, teams=1, slice=2, stages=3, persistent=sms, **large),
         WarpgroupTile("w256_split", 256, warpgroups=2, blocks=1, teams=1, slice=2, stages=3, split=2, **large),
@@ -94,7 +94,11 @@ class WarpgroupTile:
 
     def __post_init__(self):
         assert 4 * self.slice // self.batch % 2 == 0, f"{self}: the batches of a stage alternate between register sets"
-        assert self.teams <= self.stages and self.threads <= 1024, self
+        # A slot belongs to one team: a team that met the slots of others could be a whole phase ahead of them, and a
+        # barrier does not tell the phase after the next from the last.
+        assert self.stages % self.teams == 0 and self.threads <= 1024, self
+        # A slot is released once the next is being multiplied.
+        assert self.stages >= 2 * self.teams, self
         assert 1 in (self.split, self.multicast) and self.tokens % (8 * self.multicast) == 0, self
         assert not self.persistent or self.direct, self
 
@@ -171,8 +175,8 @@ def _barriers(weight: Weight, tile: WarpgroupTile) -> int:
 
 def fitted(weight: Weight, tile: WarpgroupTile) -> WarpgroupTile:
     """The tile with as many stages as fit into shared memory: scales and zeros of small groups take more of it."""
-    while pool_bytes(weight, tile) > SHARED and tile.stages > max(2, tile.teams):
-        tile = replace(tile, stages=tile.stages - 1)
+    while pool_bytes(weight, tile) > SHARED and tile.stages > 2 * tile.teams:
+        tile = replace(tile, stages=tile.stages - tile.teams)
     assert pool_bytes(weight, tile) <= SHARED, f"{tile}: needs {pool_bytes(weight, tile)} bytes of shared memory"
     return tile
 
