@@ -330,9 +330,9 @@ def test_large_indices(m, n, k):
 
 def prebuild(directory: Path, archs: list[str]) -> None:
     """Compile what this file uses, for CUDA and for the CPU it compares with."""
-    for scheme, params in USED:
+    for scheme, params in (*USED, ("w8a16", {})):  # the last for test_gpu_sizes.py
         loaded = qdsl.load(scheme, **params)
-        name = f"{scheme}-{'-'.join(map(str, params.values()))}"
+        name = "-".join(map(str, [scheme, *params.values()]))
         qdsl.compile(loaded, "cuda", archs, out=directory / f"{name}-cuda")
     for params in ({"act": "f16"}, {"act": "f32"}):
         qdsl.compile(qdsl.load("awq4", **params), "cpu", out=directory / f"awq4-{params['act']}-cpu")
