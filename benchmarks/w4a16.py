@@ -278,7 +278,9 @@ class Run:
 def side_by_side(run: Run) -> None:
     """qdsl and its peers; with --sweep, qdsl alone."""
     args = run.args
-    found = contenders(lambda act: qdsl.load("awq4", act=act, scale_type=act))  # scales of that type, as peers have them
+    found = contenders(
+        lambda act: qdsl.load("awq4", act=act, scale_type=act)
+    )  # scales of that type, as peers have them
     if args.sweep:
         found = [c for c in found if c.ours]
     found, missing = chosen(found, args.only), ""

@@ -42,12 +42,12 @@ def test_nothing_spills_and_no_wgmma_waits_for_the_compiler(arch, weight, tmp_pa
 
 
 def test_warpgroup_tiles_fit_and_print():
-    names = [tile.name for tile in wgmma.tiles(132)]
+    names = [tile.name for tile in wgmma.tiles()]
     assert len(set(names)) == len(names)
-    for tile in wgmma.tiles(132):
+    for tile in wgmma.tiles():
         assert wgmma.pool_bytes(AWQ, tile) <= wgmma.SHARED, f"{tile} does not even fit the weight it was made for"
         assert wgmma.pool_bytes(AWKWARD, wgmma.fitted(AWKWARD, tile)) <= wgmma.SHARED
-    by_name = {tile.name: tile for tile in wgmma.tiles(132)}
+    by_name = {tile.name: tile for tile in wgmma.tiles()}
     assert str(by_name["w64_narrow"]) == (
         "w64_narrow: 64 tokens x 64 features, 1x2 warpgroups, 4 stages of 256, 2 CTAs along k"
     )
@@ -57,7 +57,7 @@ def test_warpgroup_tiles_fit_and_print():
 
 
 def test_equal_orders_of_warpgroup_tiles():
-    order = {tile.name: wgmma.order(tile) for tile in wgmma.tiles(132)}
+    order = {tile.name: wgmma.order(tile) for tile in wgmma.tiles()}
     assert order["w64"] == order["w128"] == order["w256"] == order["w256_pair"] == "wgmma 1 team"
     assert order["w32"] == "wgmma 2 teams by 128"
     assert order["w64_narrow"] == "wgmma 2 CTAs by 256, of 2 teams by 256"
@@ -77,7 +77,10 @@ def test_a_chain_of_kernels_overlaps_from_sm_90_on():
 
 def test_tensor_maps_need_no_driver_library():
     goal = target("cuda", "sm_90a")
-    kernel = wgmma.lower("linear", AWQ, wgmma.tiles(132)[0])
-    text = host.emit({"linear": kernel}, goal, overlapped=True)
+    by_name = {tile.name: tile for tile in wgmma.tiles()}
+    text = host.emit({"linear": wgmma.lower("linear", AWQ, by_name["w32"])}, goal, overlapped=True)
+    assert host.MULTIPROCESSORS not in text
+    persistent = host.emit({"linear": wgmma.lower("linear", AWQ, by_name["w256"])}, goal, overlapped=True)
+    assert persistent.count(host.MULTIPROCESSORS + "()") >= 3  # defined, declared, called
     assert "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16" in text and "cp.async.bulk.tensor.3d" in text
     assert text.index("#define cuTensorMapEncodeTiled") < text.index("cuTensorMapEncodeTiled(static_cast")

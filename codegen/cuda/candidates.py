@@ -39,9 +39,8 @@ def candidates(target: Target, weight: Weight) -> tuple[Candidate, ...]:
     """Every kernel for a weight on a target, by rising number of tokens."""
     if target.arch != "sm_90a":
         return tuple(_mma(target, weight, tile, SHARED) for tile in mma.tiles())
-    assert target.gpu is not None
     small = [_mma(target, weight, tile, wgmma.SHARED) for tile in mma.hopper_tiles()]
-    return (*small[:-1], *(_wgmma(weight, tile) for tile in wgmma.tiles(target.gpu.sms)), small[-1])
+    return (*small[:-1], *(_wgmma(weight, tile) for tile in wgmma.tiles()), small[-1])
 
 
 def _mma(target: Target, weight: Weight, tile: Tile, shared: int) -> Candidate:
@@ -61,6 +60,7 @@ def _mma(target: Target, weight: Weight, tile: Tile, shared: int) -> Candidate:
         multiplier="mma",
         decode="sums" if tile.correct == "sums" else _decode(weight),
         split=tile.cluster,
+        overlapped=target.dependent_launch,
     )
     return Candidate(tile.name, lower, work, Stage(weight, small).order)
 
@@ -82,6 +82,7 @@ def _wgmma(weight: Weight, tile: wgmma.WarpgroupTile) -> Candidate:
         multiplier="wgmma",
         decode=_decode(weight),
         split=tile.split,
+        overlapped=True,
     )
     return Candidate(tile.name, lower, work, wgmma.order(tile), k_multiple=8)
 

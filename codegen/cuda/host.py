@@ -31,7 +31,7 @@ def emit(functions: dict[str, tirx.PrimFunc], target: Target, overlapped: bool =
     device = tvm.target.Target({"kind": "cuda", "arch": target.arch})
     with_host = device.with_host(tvm.target.Target("cuda_host"))
     module = tvm.compile(tvm.IRModule(functions), target=with_host, tir_pipeline="tirx").mod
-    source = _without_driver_library(export_cuda_host(module))
+    source = _completed(export_cuda_host(module))
     return _overlapped(source) if overlapped else source
 
 
@@ -49,8 +49,7 @@ _OVERLAPPED_LAUNCH = """\
 
 
 # What the driver library exports is asked of the runtime library: linking would need libcuda where there is no GPU.
-_DRIVER_INCLUDE = "#include <cuda_runtime.h>\n"
-_DRIVER = """\
+_TENSOR_MAPS = """\
 static CUresult qdsl_encode_tensor_map(
     CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, void* base, const cuuint64_t* extents,
     const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t* steps, CUtensorMapInterleave interleave,
@@ -73,8 +72,22 @@ static CUresult qdsl_error_string(CUresult error, const char** message) {
 """
 
 
-def _without_driver_library(source: str) -> str:
-    return source.replace(_DRIVER_INCLUDE, _DRIVER_INCLUDE + _DRIVER) if "cuTensorMapEncodeTiled" in source else source
+MULTIPROCESSORS = "qdsl_multiprocessors"  # a function of the host: SMs of the current device
+_MULTIPROCESSORS = """\
+extern "C" int32_t qdsl_multiprocessors() {
+  int device = 0, count = 0;
+  cudaGetDevice(&device);
+  cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  return count;
+}
+"""
+
+
+def _completed(source: str) -> str:
+    """The source with what its host wrappers call."""
+    include = "#include <cuda_runtime.h>\n"
+    needed = {"cuTensorMapEncodeTiled": _TENSOR_MAPS, MULTIPROCESSORS: _MULTIPROCESSORS}
+    return source.replace(include, include + "".join(code for name, code in needed.items() if name in source), 1)
 
 
 def _overlapped(source: str) -> str:

@@ -90,7 +90,7 @@ def lower(
     with IRBuilder() as builder, T.prim_func(False, False, False):
         T.func_name(name)
         T.func_attr({"global_symbol": name, "tirx.noalias": True})
-        own, others = _declare(weight, tile, extra, output or weight.compute)
+        own, others = declare(weight, tile, extra, output or weight.compute)
         T.device_entry()
         with T.attr({"tirx.launch_bounds_min_blocks_per_sm": tile.resident}):
             k = _enter(weight, tile, own)
@@ -101,7 +101,7 @@ def lower(
     return builder.get()
 
 
-def _declare(weight, tile, extra, output):
+def declare(weight, tile, extra, output):
     """Parameters -> own buffers by role, extra buffers by name."""
     M, N, K = (tirx.Var(v, "int64") for v in "MNK")
     groups = ceildiv(K, weight.group) if weight.group else 1

@@ -21,6 +21,7 @@ for the next part while the consumers store the last.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from tvm import tirx
@@ -30,6 +31,7 @@ from tvm.tirx.script import builder as T
 from qdsl.codegen.cuda import mma, overlap, ring, store
 from qdsl.codegen.cuda.builder import assign, ceildiv, ptx, register, when
 from qdsl.codegen.cuda.correct import WeightStep
+from qdsl.codegen.cuda.host import MULTIPROCESSORS
 from qdsl.codegen.cuda.kernel import Kernel
 from qdsl.codegen.cuda.reduce import Epilogue, reduce
 from qdsl.codegen.cuda.ring import ROW, Cursor, Ring
@@ -39,8 +41,8 @@ from qdsl.codegen.cuda.weight import Weight
 SHARED = 227 * 1024  # bytes that one CTA can have on sm_90
 
 
-def tiles(sms: int) -> tuple[WarpgroupTile, ...]:
-    """The tiles for a GPU of so many SMs, by rising number of tokens.
+def tiles() -> tuple[WarpgroupTile, ...]:
+    """The tiles, by rising number of tokens.
 
     Up to 128 tokens the weights' bytes count: few features and a split of k give every SM a part. Beyond, products do.
     """
@@ -55,14 +57,14 @@ def tiles(sms: int) -> tuple[WarpgroupTile, ...]:
         WarpgroupTile("w64_split", 64, warpgroups=2, blocks=1, teams=2, slice=2, stages=8, split=2),
         WarpgroupTile("w64_narrow", 64, warpgroups=1, blocks=1, teams=2, slice=4, stages=4, split=2),
         WarpgroupTile("w128", 128, warpgroups=2, blocks=1, teams=1, slice=2, stages=5),
-        WarpgroupTile("w128_wide", 128, warpgroups=2, blocks=2, teams=1, slice=2, stages=4, batch=2, persistent=sms, **large),
+        WarpgroupTile("w128_wide", 128, warpgroups=2, blocks=2, teams=1, slice=2, stages=4, batch=2, persistent=True, **large),
         WarpgroupTile("w128_split", 128, warpgroups=2, blocks=1, teams=1, slice=2, stages=5, split=2),
         WarpgroupTile("w128_narrow", 128, warpgroups=1, blocks=1, teams=2, slice=2, stages=4, split=2),
-        WarpgroupTile("w152", 152, warpgroups=2, blocks=1, teams=1, slice=2, stages=4, persistent=sms, **large),
-        WarpgroupTile("w256", 256, warpgroups=2, blocks=1, teams=1, slice=2, stages=3, persistent=sms, **large),
+        WarpgroupTile("w152", 152, warpgroups=2, blocks=1, teams=1, slice=2, stages=4, persistent=True, **large),
+        WarpgroupTile("w256", 256, warpgroups=2, blocks=1, teams=1, slice=2, stages=3, persistent=True, **large),
         WarpgroupTile("w256_split", 256, warpgroups=2, blocks=1, teams=1, slice=2, stages=3, split=2, **large),
         WarpgroupTile("w256_pair", 256, warpgroups=2, blocks=1, teams=1, slice=2, stages=3, multicast=2, **large),
-        WarpgroupTile("w256_pairs", 256, warpgroups=2, blocks=1, teams=1, slice=2, stages=3, multicast=2, persistent=sms, **large),
+        WarpgroupTile("w256_pairs", 256, warpgroups=2, blocks=1, teams=1, slice=2, stages=3, multicast=2, persistent=True, **large),
     )  # fmt: skip
 
 
@@ -85,7 +87,7 @@ class WarpgroupTile:
     batch: int = 4  # times 16 of k whose weights are made, and multiplied, together
     resident: int = 1  # CTAs that an SM must be able to hold: a limit on registers
     registers: tuple[int, int] | None = None  # of a consumer and of a producer thread, if they are redistributed
-    persistent: int = 0  # CTAs of the grid; 0: one for every part of y
+    persistent: bool = False  # as many clusters as the GPU has room for, instead of one for every part of y
 
     correct = "weights"
     rings = 1
@@ -193,11 +195,13 @@ def lower(
     with IRBuilder() as builder, T.prim_func(False, False, False):
         T.func_name(name)
         T.func_attr({"global_symbol": name, "tirx.noalias": True})
-        own, others = mma._declare(weight, tile, extra, weight.compute)
-        maps = ring.tensor_maps(own, tile)
+        own, others = mma.declare(weight, tile, extra, weight.compute)
+        maps, sms = ring.tensor_maps(own, tile), tirx.Var("sms", "int32")
+        if tile.persistent:
+            T.Bind(tirx.call_extern("int32", MULTIPROCESSORS), var=sms)
         T.device_entry()
         with T.attr({"tirx.launch_bounds_min_blocks_per_sm": tile.resident}):
-            k, cluster, rank = _enter(weight, tile, own)
+            k, cluster, rank = _enter(weight, tile, own, sms)
             stages = Ring(k, _barriers(weight, tile))
             stages.initialize()
             overlap.wait()
@@ -230,12 +234,12 @@ def lower(
     return builder.get()
 
 
-def _enter(weight, tile, buffers):
+def _enter(weight, tile, buffers, sms):
     """The launch grid and the names in scope on the device; the cluster's index and the CTA's rank in it."""
     (M, K), N = buffers["x"].shape, buffers["y"].shape[1]
     size = tile.split * tile.multicast
     parts = T.cast(ceildiv(M, tile.tokens), "int32") * T.cast(ceildiv(N, tile.features * tile.multicast), "int32")
-    clusters = tirx.min(parts, tile.persistent // size) if tile.persistent else parts
+    clusters = tirx.min(parts, tirx.truncdiv(sms, size)) if tile.persistent else parts
     cta = T.cta_id([clusters * size])
     rank = T.cta_id_in_cluster([size]) if size > 1 else T.int32(0)
     thread = T.thread_id([tile.threads])
@@ -262,32 +266,29 @@ def _enter(weight, tile, buffers):
 GROUP = 4  # rows of parts that are walked together: their tokens and their weights both stay in the L2 cache
 
 
-class _parts:  # noqa: N801  a `with` that reads like a loop
-    """The parts of y of a cluster, one after the other: down the tokens within a group of rows, then along the features."""
+@contextmanager
+def _parts(k: Kernel, cluster, rank):
+    """A loop over the parts of y of a cluster, (its index, all clusters): the names in scope for each.
 
-    def __init__(self, k: Kernel, cluster, rank):
-        self.k, (self.first, self.step), self.rank = k, cluster, rank
+    Down the tokens within a group of rows, then along the features.
+    """
+    tile, (first, clusters) = k.tile, cluster
+    rows, span = (k.M + (tile.tokens - 1)) // tile.tokens, tile.features * tile.multicast
+    columns = (k.N + (span - 1)) // span
 
-    def __enter__(self) -> Kernel:
-        k, tile = self.k, self.k.tile
-        rows = (k.M + (tile.tokens - 1)) // tile.tokens
-        span = tile.features * tile.multicast
-        columns = (k.N + (span - 1)) // span
-        index = self.first
-        if tile.persistent:
-            self.loop = T.serial(0, (rows * columns - self.first + self.step - 1) // self.step, unroll=False)
-            index = self.first + self.loop.__enter__() * self.step
-        place = T.alloc_local([2], "int32")
+    def part(index) -> Kernel:
         group = tirx.truncdiv(index, columns * GROUP)
         within = index - group * (columns * GROUP)
         height = tirx.min(rows - group * GROUP, GROUP)
-        assign(place, 0, group * GROUP + tirx.truncmod(within, height))
-        assign(place, 1, tirx.truncdiv(within, height) * tile.multicast + (self.rank if tile.multicast > 1 else 0))
-        return replace(k, m0=place[0] * tile.tokens, o0=place[1] * (tile.features // 16))
+        row = register("int32", group * GROUP + tirx.truncmod(within, height))
+        column = register("int32", tirx.truncdiv(within, height) * tile.multicast + (rank if tile.multicast > 1 else 0))
+        return replace(k, m0=row[0] * tile.tokens, o0=column[0] * (tile.features // 16))
 
-    def __exit__(self, *error):
-        if self.k.tile.persistent:
-            self.loop.__exit__(*error)
+    if tile.persistent:
+        with T.serial(0, tirx.truncdiv(rows * columns - first + (clusters - 1), clusters), unroll=False) as i:
+            yield part(first + i * clusters)
+    else:
+        yield part(first)
 
 
 def _stages_of(k: Kernel):
