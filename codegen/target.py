@@ -18,7 +18,8 @@ class Gpu:
     """A GPU of an architecture, as the model of kernel times (`qdsl.codegen.cuda.model`) knows it.
 
     bandwidth    bytes per second from its memory
-    mma, wgmma   16-bit operations per second of `mma.sync` and of Hopper's `wgmma`, with float32 sums; 0: it has none
+    mma, wgmma   16-bit operations per second of `mma.sync` and of Hopper's `wgmma`, with float32 sums, at that
+                 clock; 0: it has none
     clock        cycles per second under load
     shared       bytes of shared memory of an SM
     threads      that an SM holds
@@ -36,7 +37,7 @@ class Gpu:
 
 # Published numbers, rounded, of the GPU that most machines of an architecture have; those of sm_90 were measured.
 _A100 = Gpu("A100", 108, 1.9e12, 280e12, 1.4e9, 164 << 10)
-_H200 = Gpu("H200", 132, 4.3e12, 428e12, 1.75e9, 228 << 10, wgmma=800e12)
+_H200 = Gpu("H200", 132, 4.3e12, 428e12, 1.75e9, 228 << 10, wgmma=946e12)
 _B200 = Gpu("B200", 148, 7.5e12, 600e12, 1.85e9, 228 << 10)
 _GPUS = {
     "sm_80": _A100,
