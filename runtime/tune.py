@@ -31,7 +31,8 @@ from qdsl.runtime.timing import device_name, median_us, rotation
 from qdsl.scheme import Scheme, Tensor, Var
 
 HOPELESS = 3  # times the best: one call is enough to know
-FALLEN = 10  # times the best, and further than at the m before: not called for any larger m
+FALLEN = 10  # times the best, and
+GROWN = 1.3  # times as far behind as at the m before: not called for any larger m
 LAUNCH_US = 20  # of a single call that is no kernel's time, at most
 COPIES = 256
 SAMPLES = 7  # of a median
@@ -126,7 +127,8 @@ def explore(
 ) -> Times:  # fmt: skip
     """The time of every variant for rising m: the median, or of a hopeless one that of a single call.
 
-    A variant that has fallen far behind, and further than at the m before, has no time for any larger m.
+    A variant that has fallen far behind, and clearly further than at the m before, has no time for any larger m. A kernel
+    made for many tokens is far behind for few, too, but comes closer.
     """
     found: dict[int, dict[str, float]] = {}
     behind: dict[str, float] = {}  # variant -> times the best, at the m before
@@ -141,7 +143,7 @@ def explore(
             hopeless = once > HOPELESS * min(times.values(), default=math.inf) + LAUNCH_US
             times[name] = once if hopeless else median_us(m, name)
         now = {name: us / min(times.values()) for name, us in times.items()}
-        left = [name for name in left if now[name] <= max(FALLEN, behind.get(name, math.inf))]
+        left = [name for name in left if now[name] <= max(FALLEN, GROWN * behind.get(name, math.inf))]
         found[m], behind = times, now
     return found
 

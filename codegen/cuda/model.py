@@ -46,7 +46,7 @@ from qdsl.codegen.target import Gpu
 from qdsl.manifest import Variant
 
 LAUNCH = 2.85e-6  # s, of a kernel in a graph: to its first instruction, and from its last
-OVERLAPPED = 2.5e-6  # s, the same of one that is launched before its predecessor has ended
+OVERLAPPED = 2.35e-6  # s, the same of one that is launched before its predecessor has ended
 LATENCY = 0.36e-6  # s, from a request of a stage to its data, under load
 WAVE = 2.4e-6  # s, from the last product of a CTA of wgmma to the first of the next on its SM
 EXCHANGE = 1.4e-6  # s, for the CTAs of a cluster to add their sums
