@@ -75,6 +75,17 @@ def test_a_chain_of_kernels_overlaps_from_sm_90_on():
         assert ("ProgrammaticStreamSerialization" in text) == goal.dependent_launch
 
 
+def test_codes_are_asked_for_before_the_wait():
+    goal = target("cuda", "sm_90a")
+    tiles = {tile.name: tile for tile in (*mma.hopper_tiles(), *wgmma.tiles())}
+    for name, lower in (("h8_ahead", mma.lower), ("w64_ahead", wgmma.lower), ("h8", mma.lower)):
+        options = {"overlapped": True, "shared": wgmma.SHARED} if lower is mma.lower else {}
+        text = host.emit({"linear": lower("linear", AWQ, tiles[name], **options)}, goal, overlapped=True)
+        kernel = text[text.rindex("__global__") :]
+        asked, waited = kernel.find("bulk_prefetch"), kernel.index("griddepcontrol_wait")
+        assert (0 < asked < waited) == bool(tiles[name].ahead)
+
+
 def test_tensor_maps_need_no_driver_library():
     goal = target("cuda", "sm_90a")
     by_name = {tile.name: tile for tile in wgmma.tiles()}

@@ -18,6 +18,7 @@ class Tile:
     stages: int  # stages of a team's ring
     resident: int  # CTAs that an SM must be able to hold: a limit on registers
     cluster: int = 1  # CTAs of a cluster, which share k; more than one from sm_90 on
+    ahead: int = 0  # tiles of 64 along k that are asked for before the predecessor has ended (`overlap`)
 
     def __post_init__(self):
         assert self.correct in ("sums", "weights"), self

@@ -52,10 +52,12 @@ def tiles() -> tuple[WarpgroupTile, ...]:
         WarpgroupTile("w32_wide", 32, warpgroups=2, blocks=2, teams=1, slice=2, stages=8),
         WarpgroupTile("w32_split", 32, warpgroups=2, blocks=1, teams=1, slice=2, stages=8, split=2),
         WarpgroupTile("w32_narrow", 32, warpgroups=1, blocks=1, teams=2, slice=4, stages=6, split=2),
+        WarpgroupTile("w32_ahead", 32, warpgroups=2, blocks=1, teams=1, slice=2, stages=5, split=2, ahead=10),
         WarpgroupTile("w64", 64, warpgroups=2, blocks=1, teams=1, slice=4, stages=4),
         WarpgroupTile("w64_wide", 64, warpgroups=2, blocks=2, teams=1, slice=2, stages=6, batch=2),
         WarpgroupTile("w64_split", 64, warpgroups=2, blocks=1, teams=2, slice=2, stages=8, split=2),
         WarpgroupTile("w64_narrow", 64, warpgroups=1, blocks=1, teams=2, slice=4, stages=4, split=2),
+        WarpgroupTile("w64_ahead", 64, warpgroups=2, blocks=1, teams=1, slice=2, stages=4, split=2, ahead=8),
         WarpgroupTile("w128", 128, warpgroups=2, blocks=1, teams=1, slice=2, stages=5),
         WarpgroupTile("w128_wide", 128, warpgroups=2, blocks=2, teams=1, slice=2, stages=4, batch=2, persistent=True, **large),
         WarpgroupTile("w128_split", 128, warpgroups=2, blocks=1, teams=1, slice=2, stages=5, split=2),
@@ -87,6 +89,7 @@ class WarpgroupTile:
     batch: int = 4  # times 16 of k whose weights are made, and multiplied, together
     resident: int = 1  # CTAs that an SM must be able to hold: a limit on registers
     registers: tuple[int, int] | None = None  # of a consumer and of a producer thread, if they are redistributed
+    ahead: int = 0  # tiles of 64 along k that are asked for before the predecessor has ended (`overlap`)
     persistent: bool = False  # as many clusters as the GPU has room for, instead of one for every part of y
 
     correct = "weights"
@@ -102,7 +105,7 @@ class WarpgroupTile:
         # A slot is released once the next is being multiplied.
         assert self.stages >= 2 * self.teams, self
         assert 1 in (self.split, self.multicast) and self.tokens % (8 * self.multicast) == 0, self
-        assert not self.persistent or self.direct, self
+        assert not self.persistent or (self.direct and not self.ahead), self
 
     def __str__(self):
         parts = f"{self.tokens} tokens x {self.features} features, {self.warpgroups}x{self.teams} warpgroups"
@@ -204,6 +207,9 @@ def lower(
             k, cluster, rank = _enter(weight, tile, own, sms)
             stages = Ring(k, _barriers(weight, tile))
             stages.initialize()
+            if tile.ahead:
+                with _parts(k, cluster, rank) as part:
+                    overlap.prefetch(part, tile.ahead)
             overlap.wait()
             with T.If(k.thread >= tile.consumers):
                 with T.Then():
