@@ -89,10 +89,10 @@ def test_predictions_are_near_to_what_was_measured(name, m, n, k, us):
     assert model.seconds(work_of("sm_90a", name), F16, gpu, m, n, k) * 1e6 == pytest.approx(us, rel=0.14)
 
 
-def test_every_kind_of_tile_was_measured():
-    """Not so: those that differ from another in a thing that the model does not know, or are there for odd k."""
+def test_every_tile_was_measured_but_these():
     names = {c.name for c in candidates(target("cuda", "sm_90a"), F16)}
-    assert names - {name for name, *_ in MEASURED} == {"h8_pair", "h16_pair", "w256_split", "any"}
+    ahead = {f"{name}_ahead" for name in ("h1", "h8", "h16", "w32", "w64")}
+    assert names - {name for name, *_ in MEASURED} == {"h8_pair", "h16_pair", "w256_split", "any", *ahead}
 
 
 @pytest.mark.parametrize(("weight", "name", "m", "n", "k", "us"), ONE_BY_ONE)
