@@ -4,20 +4,26 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from qdsl.codegen.cuda.tile import Tile
 from qdsl.codegen.cuda.weight import Weight
+
+if TYPE_CHECKING:
+    from qdsl.codegen.cuda.tile import Tile
+    from qdsl.codegen.cuda.wgmma import WarpgroupTile
+
+Cut = TypeVar("Cut", bound="Tile | WarpgroupTile")
 
 
 @dataclass(frozen=True)
-class Kernel:
+class Kernel(Generic[Cut]):
     """The names in scope while a body is built. Sizes and ids are int32; row bases are computed in int64."""
 
     weight: Weight
-    tile: Tile
+    tile: Cut
     x: tirx.Buffer
     q: tirx.Buffer
     grouped: Mapping[str, tirx.Buffer]  # scale and zero by role
@@ -27,7 +33,7 @@ class Kernel:
     m0: tirx.Expr  # first token of the CTA
     o0: tirx.Expr  # first tile of 16 features of the CTA
     thread: tirx.Expr
-    aligned: tirx.Expr  # rows of x begin on 16-byte boundaries
+    aligned: tirx.Expr | None  # rows of x begin on 16-byte boundaries; None: they always do
     pool: tirx.Buffer
     rank: tirx.Expr | None = None  # of the CTA in its cluster; None: it is alone
 

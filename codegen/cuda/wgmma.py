@@ -262,7 +262,7 @@ def _enter(weight, tile, buffers, sms):
         m0=None,
         o0=None,
         thread=thread,
-        aligned=None,  # it is: k_multiple is 8
+        aligned=None,
         pool=pool,
         rank=rank if tile.split > 1 else None,
     )
