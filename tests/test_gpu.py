@@ -166,6 +166,25 @@ def test_every_variant_is_right():
             check(layer, patterns, x, y)
 
 
+@pytest.mark.parametrize("m", [2, 40, 300])
+def test_every_variant_gives_the_same_bits_again_and_again(m):
+    """Enough parts for every SM, and rings that go around many times: a slot read too early or filled too early shows."""
+    n, k = 14336, 4096
+    torch.manual_seed(0)
+    random = torch.nn.Linear(k, n, bias=False, device="cuda", dtype=HALF)
+    layer = QuantLinear.from_float(random, "awq4")
+    x = torch.randn(m, k, dtype=HALF, device="cuda")
+    truth = x.double() @ layer.dequantize(torch.float64).cuda().t()
+    for name in layer.kernel.variants(k):
+        first, y = (torch.empty(m, n, dtype=HALF, device="cuda") for _ in range(2))
+        layer.run_into(x, first, variant=name)
+        assert (first.double() - truth).norm() < 2e-3 * truth.norm(), name
+        for _ in range(30):
+            y.fill_(float("nan"))
+            layer.run_into(x, y, variant=name)
+            assert torch.equal(first, y), name
+
+
 def test_by_default_equal_calls_give_equal_bits():
     layer, _ = filled(n=4096, k=4096)
     for m in (1, 4, 16, 64, 257):
