@@ -11,7 +11,7 @@ from qdsl.codegen.cuda.builder import ptx, when, wide
 from qdsl.codegen.cuda.kernel import Kernel
 from qdsl.codegen.cuda.stage import Stage
 
-TOKENS = 16  # that a warpgroup stages at once
+TOKENS = 16  # that a warpgroup stages at once: the four matrices of one stmatrix
 PITCH = 64 * 2 + 16  # bytes of a staged token: 64 features, and padding that puts 8 rows into different banks
 
 
@@ -24,50 +24,49 @@ def partial_bytes(tile) -> int:
 
 
 def store_direct(k: Kernel, acc, epilogue, buffers, y):
-    """A warpgroup has all of the sums of its features: epilogue, rounding, and 32 tokens at a time to y.
+    """A warpgroup has all of the sums of its features: epilogue, rounding, and 16 tokens at a time to y.
 
-    stmatrix with .trans turns 8 features x 8 tokens of a warp into rows of 8 features.
+    A persistent kernel stages them behind the ring, which is being filled for the next part; others over it.
     """
-    tile, half = k.tile, k.weight.half.ptx
-    group, lane, warp = k.thread // 128, k.thread % 32, k.thread // 32 % 4
-    first = 0 if not tile.persistent else _staging_start(k)
-    staging = k.shared((first // 2 + tile.warpgroups * TOKENS * (PITCH // 2),), k.weight.compute)
-    own = first // 2 + group * (TOKENS * PITCH // 2)
+    tile, group = k.tile, k.thread // 128
+    first = tile.stages * Stage(k.weight, tile).offset() // 2 if tile.persistent else 0
+    staging = k.shared((first + staging_bytes(tile) // 2,), k.weight.compute)
+    own = first + group * (TOKENS * PITCH // 2)  # the warpgroup's
     sync = lambda: ptx("bar.sync", T.cast(group + 1, "uint32"), T.uint32(128))
-    if not tile.persistent:  # the staging lies over stages that the others may still read
-        ptx("bar.sync", T.uint32(15), T.uint32(tile.consumers))
-    pairs = T.alloc_local([4], "uint32")
+    if not tile.persistent:
+        ptx("bar.sync", T.uint32(15), T.uint32(tile.consumers))  # nobody reads the ring any more
     for f in range(tile.blocks):
         n0 = (k.o0 + (group * tile.blocks + f) * 4) * 16
-        for j0 in range(0, tile.tokens, TOKENS):
-            tokens = min(TOKENS, tile.tokens - j0)
-            with when(k.m0 + j0 < k.M):
+        for token in range(0, tile.tokens, TOKENS):
+            count = min(TOKENS, tile.tokens - token)
+            with when(k.m0 + token < k.M):
                 sync()  # the tokens staged before have been read
-                for j in range(j0, j0 + tokens, 16):
-                    count = min(2, (j0 + tokens - j) // 8)
-                    for i in range(count):
-                        for h in range(2):
-                            values = []
-                            for p in range(2):
-                                value = acc[f * (tile.tokens // 2) + (j // 8 + i) * 4 + 2 * h + p]
-                                m = tirx.min(k.m0 + j + 8 * i + lane % 4 * 2 + p, k.M - 1)
-                                n = tirx.min(n0 + warp * 16 + lane // 4 + 8 * h, k.N - 1)
-                                values.append(epilogue(value, wide(m), wide(n), buffers))
-                            ptx(f"cvt.rn.{half}x2.f32", pairs[2 * i + h], values[1], values[0])
-                    matrix = lane // 8  # of the four that the lanes address: token half, feature half
-                    row = j - j0 + (matrix // 2 * 8 if count == 2 else 0) + lane % 8
-                    at = staging.ptr_to([own + row * (PITCH // 2) + warp * 16 + matrix % 2 * 8])
-                    ptx(
-                        f"stmatrix.sync.aligned.m8n8.x{2 * count}.trans.shared.b16",
-                        at,
-                        *(pairs[r] for r in range(2 * count)),
-                    )
+                _stage_tokens(k, acc, f, token, count, n0, lambda at: staging.ptr_to([own + at]), epilogue, buffers)
                 sync()
-                _store_rows(k, staging, own, k.m0 + j0, n0, tokens, y)
+                _store_rows(k, staging, own, k.m0 + token, n0, count, y)
 
 
-def _staging_start(k: Kernel) -> int:
-    return k.tile.stages * Stage(k.weight, k.tile).offset()
+def _stage_tokens(k: Kernel, acc, f: int, token: int, count: int, n0, place, epilogue, buffers):
+    """Tokens token .. token + count of block f, finished, to the staging.
+
+    A warp holds matrices of 8 features x 8 tokens, neighbouring tokens in a register; stmatrix with .trans stores them
+    as rows of 8 features. Lane l names row l % 8 of matrix l // 8: token tile l // 16, features 8 (l // 8 % 2) on.
+    """
+    lane, warp, half = k.lane, k.thread // 32 % 4, k.weight.half.ptx
+    pairs = T.alloc_local([4], "uint32")
+    for i in range(count // 8):
+        for h in range(2):
+            values = []
+            for p in range(2):
+                value = acc[f * (k.tile.tokens // 2) + (token // 8 + i) * 4 + 2 * h + p]
+                m = tirx.min(k.m0 + token + 8 * i + lane % 4 * 2 + p, k.M - 1)
+                n = tirx.min(n0 + warp * 16 + lane // 4 + 8 * h, k.N - 1)
+                values.append(epilogue(value, wide(m), wide(n), buffers))
+            ptx(f"cvt.rn.{half}x2.f32", pairs[2 * i + h], values[1], values[0])
+    matrices = 2 * (count // 8)
+    row = (lane // 16 * 8 if matrices == 4 else 0) + lane % 8
+    address = place(row * (PITCH // 2) + warp * 16 + lane // 8 % 2 * 8)
+    ptx(f"stmatrix.sync.aligned.m8n8.x{matrices}.trans.shared.b16", address, *(pairs[r] for r in range(matrices)))
 
 
 def _store_rows(k: Kernel, staging, own, m0, n0, tokens: int, y):
