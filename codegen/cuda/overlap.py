@@ -18,7 +18,7 @@ from qdsl.codegen.cuda.kernel import Kernel
 
 def prefetch(k: Kernel, tiles: int):
     """Ask for that many k tiles of the CTA's codes, from the first of its share on: one request for 16 features."""
-    first, end = k.share
+    first, end = k.share[0], tirx.min(k.share[1], k.k_tiles)
     with when(tirx.all(k.thread < k.tile.features // 16, k.o0 + k.thread < k.o_tiles, first < end)):
         source = k.q.ptr_to([wide(k.o0 + k.thread), wide(first), T.int64(0), T.int64(0)])
         size = T.cast(tirx.min(end - first, tiles) * 512, "uint32")
