@@ -30,12 +30,20 @@ class Kernel(Generic[Cut]):
     M: tirx.Expr
     N: tirx.Expr
     K: tirx.Expr
-    m0: tirx.Expr  # first token of the CTA
-    o0: tirx.Expr  # first tile of 16 features of the CTA
     thread: tirx.Expr
-    aligned: tirx.Expr | None  # rows of x begin on 16-byte boundaries; None: they always do
     pool: tirx.Buffer
+    m0: tirx.Expr | None = None  # first token of the CTA; None: its parts have one each
+    o0: tirx.Expr | None = None  # first tile of 16 features of the CTA
+    aligned: tirx.Expr | None = None  # rows of x begin on 16-byte boundaries; None: they always do
     rank: tirx.Expr | None = None  # of the CTA in its cluster; None: it is alone
+
+    @classmethod
+    def of(cls, weight, tile, buffers: Mapping[str, tirx.Buffer], **places) -> Kernel:
+        """The kernel of buffers x, q, y and those of the groups, by role."""
+        (M, K), N = buffers["x"].shape, buffers["y"].shape[1]
+        sizes = {name: T.cast(size, "int32") for name, size in (("M", M), ("N", N), ("K", K))}
+        grouped = {role: buffers[role] for role in weight.grouped}
+        return cls(weight, tile, buffers["x"], buffers["q"], grouped, **sizes, **places)
 
     @property
     def k_tiles(self):
@@ -68,11 +76,7 @@ class Kernel(Generic[Cut]):
 
     @property
     def token_warp(self):
-        return self.thread // 32 % self.tile.split[0]
-
-    @property
-    def feature_warp(self):
-        return self.thread // (32 * self.tile.split[0]) % self.tile.split[1]
+        return self.tile.token_warp(self.thread // 32)
 
     def shared(self, shape, dtype):
         """The pool as an array."""

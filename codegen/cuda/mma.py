@@ -103,7 +103,7 @@ def lower(
                     overlap.prefetch(k, tile.ahead)
                 overlap.wait()
             store_partials(k, _main_loop(k))
-            reduce(k, epilogue, others, own["y"], cluster=tile.cluster)
+            reduce(k, epilogue, others, own["y"])
     return builder.get()
 
 
@@ -151,15 +151,10 @@ def _enter(weight, tile, buffers) -> Kernel:
             assign(place, 1, tirx.truncmod(cta, columns))
     base = T.alloc_local([1], "uint64")
     ptx("cvta.to.global.u64", base[0], buffers["x"].ptr_to([T.int64(0), T.int64(0)]))
-    return Kernel(
-        weight=weight,
-        tile=tile,
-        x=buffers["x"],
-        q=buffers["q"],
-        grouped={role: buffers[role] for role in weight.grouped},
-        M=T.cast(M, "int32"),
-        N=T.cast(N, "int32"),
-        K=T.cast(K, "int32"),
+    return Kernel.of(
+        weight,
+        tile,
+        buffers,
         m0=place[0] * tile.tokens,
         o0=place[1] * (tile.features // 16),
         thread=thread,

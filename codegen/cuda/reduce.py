@@ -17,10 +17,13 @@ from qdsl.codegen.cuda.kernel import Kernel
 Epilogue = Callable[[tirx.Expr, tirx.Expr, tirx.Expr, Mapping[str, tirx.Buffer]], tirx.Expr]
 
 
-def store_partials(k: Kernel, acc):
-    """Every warp's accumulators to [team, token, feature], where the stages were."""
+def store_partials(k: Kernel, acc, summed=None):
+    """Every warp's accumulators to [team, token, feature], where the stages were.
+
+    summed  whether the team has a share of k; where it has none, zeros are stored
+    """
     tile = k.tile
-    T.evaluate(T.cuda.cta_sync())  # all teams are done with the stages
+    _sync(k)  # all teams are done with the stages
     partials = k.shared(tile.partials, "float32")
     for f in range(tile.feature_tiles):
         for j in range(tile.token_tiles):
@@ -30,21 +33,27 @@ def store_partials(k: Kernel, acc):
                 value = acc[4 * (f * tile.token_tiles + j) + i]
                 if tile.correct == "sums":
                     value = value * T.float32(1 / k.weight.factor(i // 2))
+                if summed is not None:
+                    value = T.if_then_else(summed, value, T.float32(0))
                 if tile.tokens >= 8:
                     T.buffer_store(partials, value, [k.team, token, feature])
                 else:
                     with when(token < tile.tokens):
                         T.buffer_store(partials, value, [k.team, token, feature])
-    T.evaluate(T.cuda.cta_sync())
+    _sync(k)
 
 
-def reduce(k: Kernel, epilogue: Epilogue, buffers, y, threads: int | None = None, cluster: int = 1):
-    """Adds the partial sums, which are stored, applies the epilogue, rounds. A thread takes four features at a time.
+def _sync(k: Kernel):
+    """A barrier of the threads that have sums, those with the lowest numbers."""
+    if k.tile.consumers == k.tile.threads:
+        T.evaluate(T.cuda.cta_sync())
+    else:
+        ptx("bar.sync", T.uint32(1), T.uint32(k.tile.consumers))
 
-    threads  how many take part, those with the lowest numbers; by default all
-    cluster  CTAs whose sums are added
-    """
-    tile, threads = k.tile, threads or k.tile.threads
+
+def reduce(k: Kernel, epilogue: Epilogue, buffers, y):
+    """Adds the partial sums, which are stored, applies the epilogue, rounds. A thread takes four features at a time."""
+    tile, threads, cluster = k.tile, k.tile.consumers, k.tile.cluster
     partials, items = k.shared(tile.partials, "float32"), tile.tokens * tile.features // 4
     if cluster == 1 or tile.teams > 1:
         for token, feature, m, n in _items(k, T.int32(0), items, threads):

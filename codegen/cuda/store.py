@@ -84,25 +84,3 @@ def _store_rows(k: Kernel, staging, own, m0, n0, tokens: int, y):
                 ptx("st.global.v4.b32", y.ptr_to([wide(m), wide(n)]), *(words[r] for r in range(4)))
             with T.Else(), T.serial(0, 8, unroll=False) as j, when(n + j < k.N):
                 T.buffer_store(y, staging[at + j], [wide(m), wide(n + j)])
-
-
-def _sync(k: Kernel):
-    ptx("bar.sync", T.uint32(1), T.uint32(k.tile.consumers))
-
-
-def store_partials(k: Kernel, acc, summed):
-    """The sums of every team of the CTA to its shared memory, [team, token, feature], where the stages were.
-
-    summed  whether the team has a share of k; else its sums are zeros
-    """
-    tile, lane, width = k.tile, k.lane, k.tile.tokens // 2
-    partials = k.shared(tile.partials, "float32")
-    team = k.thread // (128 * tile.warpgroups)
-    _sync(k)  # all consumers are done with the stages
-    for f in range(tile.blocks):
-        feature = k.block(f) * 16 + lane // 4
-        for r in range(width):
-            token = r // 4 * 8 + lane % 4 * 2 + r % 2
-            value = T.if_then_else(summed, acc[f * width + r], T.float32(0))
-            T.buffer_store(partials, value, [team, token, feature + r // 2 % 2 * 8])
-    _sync(k)

@@ -40,6 +40,15 @@ class Tile:
         return self.teams * self.team_threads
 
     @property
+    def consumers(self) -> int:
+        """Threads that multiply: all of them."""
+        return self.threads
+
+    def token_warp(self, warp):
+        """Which of the team's warps along tokens."""
+        return warp % self.split[0]
+
+    @property
     def token_tiles(self) -> int:
         """Tiles of 8 tokens of one warp."""
         return -(-self.tokens // 8) // self.split[0]

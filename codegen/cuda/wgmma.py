@@ -33,7 +33,7 @@ from qdsl.codegen.cuda.builder import assign, ceildiv, ptx, register, when
 from qdsl.codegen.cuda.correct import WeightStep
 from qdsl.codegen.cuda.host import MULTIPROCESSORS
 from qdsl.codegen.cuda.kernel import Kernel
-from qdsl.codegen.cuda.reduce import Epilogue, reduce
+from qdsl.codegen.cuda.reduce import Epilogue, reduce, store_partials
 from qdsl.codegen.cuda.ring import ROW, Cursor, Ring
 from qdsl.codegen.cuda.stage import Stage
 from qdsl.codegen.cuda.weight import Weight
@@ -93,6 +93,7 @@ class WarpgroupTile:
     persistent: bool = False  # as many clusters as the GPU has room for, instead of one for every part of y
 
     correct = "weights"
+    result = (0, 1, 2, 3)  # registers of eight tokens, as in `Tile.result`
     rings = 1
     swizzle = 1024  # bytes that the stages are aligned to
     fillers = 32  # threads that fill scales and zeros
@@ -125,7 +126,11 @@ class WarpgroupTile:
 
     @property
     def consumers(self) -> int:
-        return 128 * self.warpgroups * self.teams
+        return self.team_threads * self.teams
+
+    @property
+    def team_threads(self) -> int:
+        return 128 * self.warpgroups
 
     @property
     def threads(self) -> int:
@@ -150,6 +155,13 @@ class WarpgroupTile:
 
     def block(self, warp, f: int):
         return (warp // 4 % self.warpgroups * self.blocks + f) * 4 + warp % 4
+
+    @property
+    def token_tiles(self) -> int:
+        return self.tokens // 8
+
+    def token_warp(self, warp) -> int:
+        return 0  # every warp has all tokens
 
     @property
     def partials(self) -> tuple[int, int, int]:
@@ -233,8 +245,8 @@ def lower(
                         if tile.direct:
                             store.store_direct(part, consumer.acc, epilogue, others, own["y"])
                         else:
-                            store.store_partials(part, consumer.acc, summed)
-                            reduce(part, epilogue, others, own["y"], tile.consumers, tile.split)
+                            store_partials(part, consumer.acc, summed)
+                            reduce(part, epilogue, others, own["y"])
             if tile.multicast > 1:
                 T.evaluate(T.cuda.cluster_sync())  # nobody leaves while others write into its ring
     return builder.get()
@@ -242,7 +254,7 @@ def lower(
 
 def _enter(weight, tile, buffers, sms):
     """The launch grid and the names in scope on the device; the cluster's index and the CTA's rank in it."""
-    (M, K), N = buffers["x"].shape, buffers["y"].shape[1]
+    M, N = buffers["y"].shape
     size = tile.split * tile.multicast
     parts = T.cast(ceildiv(M, tile.tokens), "int32") * T.cast(ceildiv(N, tile.features * tile.multicast), "int32")
     clusters = tirx.min(parts, tirx.truncdiv(sms, size)) if tile.persistent else parts
@@ -250,22 +262,7 @@ def _enter(weight, tile, buffers, sms):
     rank = T.cta_id_in_cluster([size]) if size > 1 else T.int32(0)
     thread = T.thread_id([tile.threads])
     pool = T.alloc_buffer((pool_bytes(weight, tile),), "uint8", scope="shared.dyn")
-    k = Kernel(
-        weight=weight,
-        tile=tile,
-        x=buffers["x"],
-        q=buffers["q"],
-        grouped={role: buffers[role] for role in weight.grouped},
-        M=T.cast(M, "int32"),
-        N=T.cast(N, "int32"),
-        K=T.cast(K, "int32"),
-        m0=None,
-        o0=None,
-        thread=thread,
-        aligned=None,
-        pool=pool,
-        rank=rank if tile.split > 1 else None,
-    )
+    k = Kernel.of(weight, tile, buffers, thread=thread, pool=pool, rank=rank if tile.split > 1 else None)
     return k, (cta // size if size > 1 else cta, clusters), rank
 
 
@@ -314,8 +311,7 @@ class Consumer:
         tile, self.width = self.tile, self.tile.tokens // 2
         # From lane 0, so that the compiler knows that the warp agrees, and computes addresses once for all lanes.
         team = T.alloc_local([1], "int32")
-        index = k.thread // (128 * tile.warpgroups)
-        ptx("shfl_sync.idx.b32", team[0], index, T.uint32(0), T.uint32(31), T.uint32(0xFFFFFFFF))
+        ptx("shfl_sync.idx.b32", team[0], k.team, T.uint32(0), T.uint32(31), T.uint32(0xFFFFFFFF))
         self.team = team[0] if tile.teams > 1 else T.int32(0)
         self.cursor, self.previous = Cursor(tile.stages, self.team, 0), register("int32", T.int32(0))
         self.steps = WeightStep(k)
