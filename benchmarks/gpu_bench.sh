@@ -7,6 +7,8 @@
 # codegen/cuda/tables.
 set -uo pipefail
 cd "$(dirname "$0")/.."
+: "${1:?usage: benchmarks/gpu_bench.sh OUT [DIR with vllm_C.so] [commit]}"
+: "${QDSL_ARTIFACTS:?names no artifacts; make some with benchmarks/gpu_artifacts.py, see benchmarks/README.md}"
 out=$(mkdir -p "$1" && cd "$1" && pwd)
 peers=${2:+--peers $2}
 commit=${3:+--commit $3}

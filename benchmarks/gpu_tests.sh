@@ -7,6 +7,7 @@
 # named, not passed over.
 set -uo pipefail
 cd "$(dirname "$0")/.."
+: "${QDSL_ARTIFACTS:?names no artifacts; make some with benchmarks/gpu_artifacts.py, see benchmarks/README.md}"
 logs=${1:-$(mktemp -d)}
 table=()
 

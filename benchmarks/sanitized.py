@@ -1,6 +1,7 @@
 """Every kernel of `awq4` once, on a shape that fills no tile, for compute-sanitizer: `python benchmarks/sanitized.py`.
 
-From a prebuilt artifact (QDSL_ARTIFACTS).  K goes around every ring more than once, so that slots are filled again.
+From a prebuilt artifact (QDSL_ARTIFACTS).  K goes around every ring more than once, so that slots are filled again, and
+rows of y are not aligned for wide stores.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import torch
 from qdsl import reference
 from qdsl.runtime import QuantLinear
 
-M, N, K = 20, 200, 3072
+M, N, K = 20, 203, 8192
 
 
 def main() -> None:

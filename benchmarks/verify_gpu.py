@@ -17,6 +17,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, help="also write the table here")
     args = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("error: this needs a CUDA GPU, and torch sees none; `qdsl verify` checks the CPU's kernels")
+    if "QDSL_ARTIFACTS" not in os.environ:
+        raise SystemExit("error: QDSL_ARTIFACTS names no artifacts; make some with benchmarks/gpu_artifacts.py")
     lines = [
         f"qdsl verify on {torch.cuda.get_device_name()}, torch {torch.__version__}",
         f"{'scheme':60}{'cases':>6}{'error/bound':>13}  result",

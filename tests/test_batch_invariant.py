@@ -22,25 +22,7 @@ from qdsl.runtime import artifact as artifact_module
 
 N, K = 48, 192
 DATA = Path(__file__).parent / "data"
-TOGETHER = """\
-scheme together
-    "One activation scale for all rows."
-
-weight {
-    code  q[n, k] : i8
-    scale s[n]    : f32
-    w ~ q * s
-}
-
-activation {
-    scale t[]     : f32 = amax(abs(x)) / 127
-    code  a[m, k] : i8  = x / t
-    x ~ a * t
-}
-
-compute i8 -> i32
-output f16
-"""
+TOGETHER = Path(__file__).parent / "schemes" / "one_scale.q"  # one activation scale for all rows
 
 
 def filled(scheme="awq4", n=N, k=K, **options):
@@ -74,9 +56,9 @@ def test_by_default_equal_calls_give_equal_bits():
 
 
 def test_what_is_computed_from_all_rows_is_refused():
-    scheme = qdsl.parse(TOGETHER)
+    scheme = qdsl.load(TOGETHER)
     QuantLinear(scheme, K, N)
-    with pytest.raises(qdsl.Error, match=r"together can't be batch-invariant: `scale t\[\].*all rows of x"):
+    with pytest.raises(qdsl.Error, match=r"one_scale.* can't be batch-invariant: `scale t\[\].*all rows of x"):
         QuantLinear(scheme, K, N, batch_invariant=True)
 
 
