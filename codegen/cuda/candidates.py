@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from qdsl.codegen.cuda import mma, stage, wgmma
+from qdsl.codegen.cuda import hopper, mma, stage, warp, wgmma
 from qdsl.codegen.cuda.model import Work
 from qdsl.codegen.cuda.stage import SHARED, Stage
 from qdsl.codegen.cuda.tile import Tile
@@ -39,8 +39,9 @@ def candidates(target: Target, weight: Weight) -> tuple[Candidate, ...]:
     """Every kernel for a weight on a target, by rising number of tokens."""
     if target.arch != "sm_90a":
         return tuple(_mma(target, weight, tile, SHARED) for tile in mma.tiles())
-    small = [_mma(target, weight, tile, wgmma.SHARED) for tile in mma.hopper_tiles()]
-    return (*small[:-1], *(_wgmma(weight, tile) for tile in wgmma.tiles()), small[-1])
+    any_k = [_mma(target, weight, tile, hopper.SHARED) for tile in mma.hopper_tiles()]
+    few, many = ([_hopper(weight, tile) for tile in tiles] for tiles in (warp.tiles(), wgmma.tiles()))
+    return (*any_k[:-1], *few, *many, any_k[-1])
 
 
 def _mma(target: Target, weight: Weight, tile: Tile, shared: int) -> Candidate:
@@ -65,11 +66,11 @@ def _mma(target: Target, weight: Weight, tile: Tile, shared: int) -> Candidate:
     return Candidate(tile.name, lower, work, Stage(weight, small).order)
 
 
-def _wgmma(weight: Weight, tile: wgmma.WarpgroupTile) -> Candidate:
+def _hopper(weight: Weight, tile: warp.WarpTile | wgmma.WarpgroupTile) -> Candidate:
     def lower(name: str, extra, epilogue) -> tirx.PrimFunc:
-        return wgmma.lower(name, weight, tile, extra, epilogue)
+        return hopper.lower(name, weight, tile, extra, epilogue)
 
-    small = wgmma.fitted(weight, tile)
+    small, few = hopper.fitted(weight, tile), isinstance(tile, warp.WarpTile)
     work = Work(
         tokens=tile.tokens,
         features=tile.features,
@@ -78,13 +79,13 @@ def _wgmma(weight: Weight, tile: wgmma.WarpgroupTile) -> Candidate:
         stages=small.stages // small.teams,
         threads=tile.threads,
         resident=tile.resident,
-        shared=wgmma.pool_bytes(weight, small),
-        multiplier="wgmma",
-        decode=_decode(weight),
+        shared=hopper.pool_bytes(weight, small),
+        multiplier="mma" if few else "wgmma",
+        decode="sums" if few else _decode(weight),
         split=tile.split,
         overlapped=True,
     )
-    return Candidate(tile.name, lower, work, wgmma.order(tile), k_multiple=8)
+    return Candidate(tile.name, lower, work, hopper.order(weight, small), k_multiple=8)
 
 
 def _decode(weight: Weight) -> str:

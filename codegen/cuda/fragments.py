@@ -54,7 +54,7 @@ def load_tokens(k: Kernel, view, slot, first, s: int, loaded):
             row, piece = 8 * j + k.lane // 16 * 8 + k.lane % 8, k.lane // 8 % 2
         b = T.alloc_local([4], "uint32")
         swizzled = piece ^ (row % 8) ^ (2 * s % 8)  # where FillTokens puts piece + 2 s, modulo 8
-        address = view.ptr(slot, row0 + row, (first + s // 4) * 64 + swizzled * 8)
+        address = view.ptr(slot, *tile.x_index(first + s // 4, row0 + row, swizzled * 8))
         ptx("ldmatrix.sync.aligned.m8n8.x4.shared.b16", *(b[i] for i in range(4)), address)
         pairs += [(b[0], b[1]), (b[2], b[3])]
     return pairs

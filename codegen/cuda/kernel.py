@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Generic, TypeVar
 
+import tvm
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
@@ -36,6 +37,8 @@ class Kernel(Generic[Cut]):
     o0: tirx.Expr | None = None  # first tile of 16 features of the CTA
     aligned: tirx.Expr | None = None  # rows of x begin on 16-byte boundaries; None: they always do
     rank: tirx.Expr | None = None  # of the CTA in its cluster; None: it is alone
+    partials: int = 0  # where partial sums are in shared memory, in bytes
+    halved: tirx.Expr | None = None  # whether the CTAs of the cluster share k in this part; None: as the tile says
 
     @classmethod
     def of(cls, weight, tile, buffers: Mapping[str, tirx.Buffer], **places) -> Kernel:
@@ -78,9 +81,10 @@ class Kernel(Generic[Cut]):
     def token_warp(self):
         return self.tile.token_warp(self.thread // 32)
 
-    def shared(self, shape, dtype):
-        """The pool as an array."""
-        return T.decl_buffer(shape, dtype, data=self.pool.data, scope="shared.dyn")
+    def shared(self, shape, dtype: str, start: int = 0):
+        """The pool as an array, from a number of bytes on."""
+        size = tvm.DataType(dtype).itemsize
+        return T.decl_buffer(shape, dtype, data=self.pool.data, scope="shared.dyn", elem_offset=start // size)
 
     @property
     def filler(self):

@@ -67,10 +67,6 @@ def hopper_tiles() -> tuple[Tile, ...]:
         Tile("h16_wide", "sums", tokens=16, features=64, split=(1, 1, 4), slice=2, stages=3, resident=2),
         Tile("h16_pair", "sums", tokens=16, features=64, split=(1, 2, 4), slice=2, stages=3, resident=2),
         Tile("h16_split", "sums", tokens=16, features=64, split=(1, 1, 4), slice=2, stages=3, resident=2, cluster=2),
-        # Less shared memory: there is room for CTAs of the next kernel, which ask for codes ahead.
-        Tile("h1_ahead", "sums", tokens=1, features=32, split=(1, 1, 4), slice=4, stages=3, resident=3, ahead=32),
-        Tile("h8_ahead", "sums", tokens=8, features=32, split=(1, 1, 4), slice=2, stages=4, resident=3, ahead=32),
-        Tile("h16_ahead", "sums", tokens=16, features=64, split=(1, 1, 4), slice=1, stages=4, resident=3, ahead=16),
         Tile("any", "weights", tokens=128, features=128, split=(2, 2, 1), slice=2, stages=2, resident=1),
     )
 
@@ -99,11 +95,9 @@ def lower(
         with T.attr({"tirx.launch_bounds_min_blocks_per_sm": tile.resident}):
             k = _enter(weight, tile, own)
             if overlapped:
-                if tile.ahead:
-                    overlap.prefetch(k, tile.ahead)
                 overlap.wait()
             store_partials(k, _main_loop(k))
-            reduce(k, epilogue, others, own["y"])
+            reduce(k, tile.cluster, epilogue, others, own["y"])
     return builder.get()
 
 
@@ -223,13 +217,13 @@ def _multiply(k: Kernel, views, acc, slot):
     tile = k.tile
     steps = (SumStep if tile.correct == "sums" else WeightStep)(k)
     if tile.feature_tiles * tile.token_tiles < 32:
-        _multiply_tiles(k, views, acc, slot, steps, 0, tile.slice)
+        multiply_tiles(k, views, acc, slot, steps, 0, tile.slice)
     else:
         with T.serial(0, tile.slice, unroll=False) as i:
-            _multiply_tiles(k, views, acc, slot, steps, i, 1)
+            multiply_tiles(k, views, acc, slot, steps, i, 1)
 
 
-def _multiply_tiles(k: Kernel, views, acc, slot, steps, first, count: int):
+def multiply_tiles(k: Kernel, views, acc, slot, steps, first, count: int):
     """k tiles first .. first + count of the slice, 16 of k at a time. Operands are read one time ahead."""
     stage, last = Stage(k.weight, k.tile), 4 * count
     codes, tokens = {}, {}

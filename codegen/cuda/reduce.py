@@ -18,13 +18,13 @@ Epilogue = Callable[[tirx.Expr, tirx.Expr, tirx.Expr, Mapping[str, tirx.Buffer]]
 
 
 def store_partials(k: Kernel, acc, summed=None):
-    """Every warp's accumulators to [team, token, feature], where the stages were.
+    """Every warp's accumulators to [team, token, feature], in a place of their own or where the stages were.
 
     summed  whether the team has a share of k; where it has none, zeros are stored
     """
     tile = k.tile
     _sync(k)  # all teams are done with the stages
-    partials = k.shared(tile.partials, "float32")
+    partials = _partials(k)
     for f in range(tile.feature_tiles):
         for j in range(tile.token_tiles):
             for i in tile.result:
@@ -43,6 +43,10 @@ def store_partials(k: Kernel, acc, summed=None):
     _sync(k)
 
 
+def _partials(k: Kernel):
+    return k.shared(k.tile.partials, "float32", k.partials)
+
+
 def _sync(k: Kernel):
     """A barrier of the threads that have sums, those with the lowest numbers."""
     if k.tile.consumers == k.tile.threads:
@@ -51,10 +55,13 @@ def _sync(k: Kernel):
         ptx("bar.sync", T.uint32(1), T.uint32(k.tile.consumers))
 
 
-def reduce(k: Kernel, epilogue: Epilogue, buffers, y):
-    """Adds the partial sums, which are stored, applies the epilogue, rounds. A thread takes four features at a time."""
-    tile, threads, cluster = k.tile, k.tile.consumers, k.tile.cluster
-    partials, items = k.shared(tile.partials, "float32"), tile.tokens * tile.features // 4
+def reduce(k: Kernel, cluster: int, epilogue: Epilogue, buffers, y):
+    """Adds the partial sums, which are stored, applies the epilogue, rounds. A thread takes four features at a time.
+
+    cluster  CTAs that share k
+    """
+    tile, threads = k.tile, k.tile.consumers
+    partials, items = _partials(k), tile.tokens * tile.features // 4
     if cluster == 1 or tile.teams > 1:
         for token, feature, m, n in _items(k, T.int32(0), items, threads):
             own = [partials.ptr_to([team, token, feature]) for team in range(tile.teams)]

@@ -24,11 +24,12 @@ ROW = 128  # bytes of 64 numbers of a token in shared memory: the width of the s
 def tensor_maps(buffers, tile) -> dict:
     """The TMA descriptors of x and q, made on the host at every launch; what lies outside of a tensor is read as zeros.
 
-    Of x, boxes of 64 numbers of a CTA's share of the tokens, swizzled as wgmma wants it; of q, the stored blocks.
+    Of x, boxes of 64 numbers of a CTA's share of the tokens, swizzled as wgmma wants it, or all of a stage of a single
+    token; of q, the stored blocks.
     """
     (M, K), (blocks, tiles, *_) = buffers["x"].shape, buffers["q"].shape
     shapes = {
-        "x": ((K, M), (K * 2,), (64, tile.tokens // tile.multicast), 3),
+        "x": ((K, M), (K * 2,), *_tokens_box(tile)),
         "q": ((T.int64(128), tiles, blocks), (T.int64(512), tiles * 512), (128, tile.slice, tile.features // 16), 0),
     }
     maps = {}
@@ -43,6 +44,11 @@ def tensor_maps(buffers, tile) -> dict:
             )
         )  # fmt: skip
     return maps
+
+
+def _tokens_box(tile) -> tuple[tuple[int, int], int]:
+    """The extents of a box of x and how it is swizzled: 3 within 128 bytes, 0 not at all."""
+    return ((64 * tile.slice, 1), 0) if tile.tokens == 1 else ((64, tile.tokens // tile.multicast), 3)
 
 
 class Cursor:
@@ -88,31 +94,39 @@ class Ring:
 
     def initialize(self):
         k, tile = self.k, self.k.tile
-        with when(k.thread == 0):
-            for slot in range(self.stages):
-                landed, read = 1 + 32 * bool(k.weight.grouped), 4 * tile.warpgroups * tile.multicast
-                ptx("mbarrier.init.shared.b64", self.full(slot), T.uint32(landed))
-                ptx("mbarrier.init.shared.b64", self.empty(slot), T.uint32(read))
+        with when(k.thread < self.stages):
+            landed, read = 1 + 32 * bool(k.weight.grouped), tile.team_threads * tile.multicast
+            ptx("mbarrier.init.shared.b64", self.full(k.thread), T.uint32(landed))
+            ptx("mbarrier.init.shared.b64", self.empty(k.thread), T.uint32(read))
             ptx("fence.mbarrier_init.release.cluster")
         T.evaluate(T.cuda.cluster_sync() if tile.multicast > 1 else T.cuda.cta_sync())
 
     def release(self, slot):
-        """A consumer warp, all of its lanes, has read the slot."""
-        k, multicast = self.k, self.k.tile.multicast
-        with when(k.lane < multicast):
-            if multicast == 1:
-                ptx("mbarrier.arrive.shared.b64", self.empty(slot))
-            else:  # lane i tells CTA i of the cluster
-                remote = T.alloc_local([1], "uint32")
-                own = T.cuda.cvta_generic_to_shared(self.empty(slot))
-                ptx("mapa.shared::cluster.u32", remote[0], own, T.cast(k.lane, "uint32"))
-                ptx("mbarrier.arrive.release.cluster.shared::cluster.b64", remote[0])
+        """A thread has read the slot.
+
+        Every lane says so for itself: one for all of its warp, behind a warp barrier, is ordered just as well, but no
+        faster, and compute-sanitizer does not see the order.
+        """
+        if self.k.tile.multicast == 1:
+            ptx("mbarrier.arrive.shared.b64", self.empty(slot))
+            return
+        own = T.cuda.cvta_generic_to_shared(self.empty(slot))
+        for rank in range(self.k.tile.multicast):
+            remote = T.alloc_local([1], "uint32")
+            ptx("mapa.shared::cluster.u32", remote[0], own, T.uint32(rank))
+            ptx("mbarrier.arrive.release.cluster.shared::cluster.b64", remote[0])
+
+
+def fetch(maps):
+    """Ask for the descriptors: the first box would wait for its own."""
+    for tensor_map in maps.values():
+        ptx("prefetch.tensormap", T.address_of(tensor_map))
 
 
 def fill_boxes(k: Kernel, ring: Ring, maps, cursor: Cursor, rank, begin, end):
-    """One warp: the boxes of q and x of stages begin .. end of a part, asked for by its first lane.
+    """One lane, elected: the boxes of q and x of stages begin .. end of a part.
 
-    The other lanes walk along, so that the warp is whole at the barriers to come.
+    What a lane does alone needs no loop over the lanes that ptxas puts around each request otherwise.
     """
     tile = k.tile
     once = tile.tokens <= READ_ONCE
@@ -120,34 +134,51 @@ def fill_boxes(k: Kernel, ring: Ring, maps, cursor: Cursor, rank, begin, end):
     box = tile.slice * (tile.features // 16 * 512 + tile.tokens * ROW)
     load = "cp.async.bulk.tensor.{}d.shared::cluster.global.mbarrier::complete_tx::bytes"
     rows, q, x = tile.tokens // tile.multicast, T.address_of(maps["q"]), T.address_of(maps["x"])
+
+    def fill_tokens(slot, t: int, at, full):
+        for row in range(0, tile.tokens, rows):
+            target = ring.views["x"].ptr(slot, t, row, 0)
+            ptx(load.format(2), target, x, at, k.m0 + row, full)
+
+    def share_tokens(slot, t: int, at, full):
+        """A part of the tokens, for every CTA of the cluster."""
+        target, everyone = ring.views["x"].ptr(slot, t, rank * rows, 0), T.uint16((1 << tile.multicast) - 1)
+        ptx(load.format(2) + ".multicast::cluster", target, x, at, k.m0 + rank * rows, full, everyone)
+
     with T.serial(begin, end, unroll=False) as i:
         slot, first = cursor.slot, i * tile.slice
         T.evaluate(T.cuda.mbarrier_wait(ring.empty(slot), cursor.phase))
         full = ring.full(slot)
-        with when(k.lane == 0):
-            ptx("mbarrier.arrive.expect_tx.shared.b64", full, T.uint32(box))
-            target = ring.views["q"].ptr(slot, 0, 0, 0, 0)
-            ptx(load.format(3) + hint, target, q, 0, first, k.o0, full, *policy)
-            for t in range(tile.slice):
-                at = (first + t) * 64
-                if tile.multicast == 1:
-                    ptx(load.format(2), ring.views["x"].ptr(slot, t, 0, 0), x, at, k.m0, full)
-                else:
-                    target, everyone = ring.views["x"].ptr(slot, t, rank * rows, 0), T.uint16((1 << tile.multicast) - 1)
-                    ptx(load.format(2) + ".multicast::cluster", target, x, at, k.m0 + rank * rows, full, everyone)
-        T.evaluate(T.cuda.warp_sync())
+        ptx("mbarrier.arrive.expect_tx.shared.b64", full, T.uint32(box))
+        target = ring.views["q"].ptr(slot, 0, 0, 0, 0)
+        ptx(load.format(3) + hint, target, q, 0, first, k.o0, full, *policy)
+        boxes = [(slot, t, (first + t) * 64, full) for t in range(tile.slice if tile.tokens > 1 else 1)]
+        if tile.multicast > 1 and k.halved is not None:
+            with T.If(k.halved):
+                with T.Then():
+                    _each(fill_tokens, boxes)
+                with T.Else():
+                    _each(share_tokens, boxes)
+        else:
+            _each(share_tokens if tile.multicast > 1 else fill_tokens, boxes)
         cursor.advance()
 
 
-def fill_groups(k: Kernel, ring: Ring, cursor: Cursor, begin, end):
-    """One warp: the scales and zeros of stages begin .. end of a part."""
-    tile = k.tile
-    fills = [FillGroups(k, role, ring.views[role], begin * tile.slice) for role in k.weight.grouped]
-    with T.serial(begin, end, unroll=False):
+def _each(fill, boxes):
+    for box in boxes:
+        fill(*box)
+
+
+def fill_groups(k: Kernel, ring: Ring, cursor: Cursor, warp, begin, end):
+    """The warps that fill groups, each every so many'th: the scales and zeros of stages begin .. end of a part."""
+    tile, step = k.tile, k.tile.fill_warps
+    first = begin + warp if step > 1 else begin
+    fills = [FillGroups(k, role, ring.views[role], first * tile.slice) for role in k.weight.grouped]
+    with T.serial(0, (end - first + (step - 1)) // step, unroll=False):
         slot = cursor.slot
         T.evaluate(T.cuda.mbarrier_wait(ring.empty(slot), cursor.phase))
         for fill in fills:
             fill.start(slot)
-            fill.advance(tile.slice)
+            fill.advance(tile.slice * step)
         ptx("cp.async.mbarrier.arrive.noinc.shared.b64", ring.full(slot))
-        cursor.advance()
+        cursor.advance(step)

@@ -32,7 +32,7 @@ def store_direct(k: Kernel, acc, epilogue, buffers, y):
     first = tile.stages * Stage(k.weight, tile).offset() // 2 if tile.persistent else 0
     staging = k.shared((first + staging_bytes(tile) // 2,), k.weight.compute)
     own = first + group * (TOKENS * PITCH // 2)  # the warpgroup's
-    sync = lambda: ptx("bar.sync", T.cast(group + 1, "uint32"), T.uint32(128))
+    sync = lambda: ptx("bar.sync", T.cast(group + 2, "uint32"), T.uint32(128))  # 1 is for all consumers
     if not tile.persistent:
         ptx("bar.sync", T.uint32(15), T.uint32(tile.consumers))  # nobody reads the ring any more
     for f in range(tile.blocks):

@@ -18,7 +18,6 @@ class Tile:
     stages: int  # stages of a team's ring
     resident: int  # CTAs that an SM must be able to hold: a limit on registers
     cluster: int = 1  # CTAs of a cluster, which share k; more than one from sm_90 on
-    ahead: int = 0  # tiles of 64 along k that are asked for before the predecessor has ended (`overlap`)
 
     def __post_init__(self):
         assert self.correct in ("sums", "weights"), self
@@ -80,6 +79,10 @@ class Tile:
     @property
     def x_shape(self) -> tuple[int, ...]:
         return (self.tokens, 64 * self.slice)
+
+    def x_index(self, i, row, column):
+        """Where a stage has a number of x: k tile i, its column; before the swizzle."""
+        return row, i * 64 + column
 
     def block(self, warp, f: int):
         return warp // self.split[0] % self.split[1] * self.feature_tiles + f

@@ -1,0 +1,246 @@
+"""The frame of Hopper's kernels: Weight, tile -> tirx PrimFunc for sm_90a.
+
+    global memory --ring: two producer warps--> shared memory --consumers--> accumulators --store--> y
+
+What the consumers do is the tile's: warps that multiply few tokens (`warp`), or warpgroups that multiply many (`wgmma`).
+The part of y that one CTA computes is features x tokens:
+
+    a cluster of `multicast` CTAs takes as many such parts, one below the other: they have the same tokens, and each loads
+    a share of them for all;
+    a cluster of `split` CTAs takes one part, and each CTA a share of k; `reduce` adds their sums, as it does with those
+    of the teams of one CTA.
+
+Persistent kernels have as many CTAs as fit on the GPU, each with every so many'th part: the producer fills the ring for
+the next part while the consumers store the last. The last round rarely has a part for every CTA. If it has one for no
+more than half of them, the pairs of a cluster take a part each, and each CTA half of k (`tail`):
+
+    3.4 parts for each of 132 CTAs     round 0   1   2   3            round 0   1   2   3
+                                             ##  ##  ##  ##                  ##  ##  ##  #
+                                             ##  ##  ##      idle            ##  ##  ##  #
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+
+from tvm import tirx
+from tvm.script.ir_builder import IRBuilder
+from tvm.tirx.script import builder as T
+
+from qdsl.codegen.cuda import mma, overlap, ring, store
+from qdsl.codegen.cuda.builder import assign, ceildiv, ptx, register, when
+from qdsl.codegen.cuda.host import MULTIPROCESSORS
+from qdsl.codegen.cuda.kernel import Cut, Kernel
+from qdsl.codegen.cuda.reduce import Epilogue, reduce, store_partials
+from qdsl.codegen.cuda.ring import Cursor, Ring
+from qdsl.codegen.cuda.stage import Stage
+from qdsl.codegen.cuda.weight import Weight
+
+SHARED = 227 * 1024  # bytes that one CTA can have on sm_90
+SM_SHARED, RESERVED = 228 * 1024, 1024  # bytes of all CTAs of an SM, of which each costs some more
+
+
+def lower(
+    name: str,
+    weight: Weight,
+    tile: Cut,
+    extra: Sequence[mma.Extra] = (),
+    epilogue: Epilogue = lambda acc, m, n, buffers: acc,
+) -> tirx.PrimFunc:
+    """The kernel (x, q, [s], [z], *extra, y) for k a multiple of 8; x and y have the type `weight.compute`."""
+    tile = fitted(weight, tile)
+    with IRBuilder() as builder, T.prim_func(False, False, False):
+        T.func_name(name)
+        T.func_attr({"global_symbol": name, "tirx.noalias": True})
+        own, others = mma.declare(weight, tile, extra, weight.compute)
+        maps, sms = ring.tensor_maps(own, tile), tirx.Var("sms", "int32")
+        if tile.persistent:
+            T.Bind(tirx.call_extern("int32", MULTIPROCESSORS), var=sms)
+        T.device_entry()
+        with T.attr({"tirx.launch_bounds_min_blocks_per_sm": tile.resident}):
+            k, ctas, rank = _enter(weight, tile, own, sms)
+            stages = Ring(k, _barriers(weight, tile))
+            with when(k.thread == tile.consumers):
+                ring.fetch(maps)
+            stages.initialize()
+            parts = _Parts(k, ctas)
+            overlap.wait()
+            with T.If(k.thread >= tile.consumers):
+                with T.Then():
+                    if tile.registers:
+                        ptx("setmaxnreg.dec.sync.aligned.u32", tile.registers[1])
+                    with when(k.thread // 32 == tile.consumers // 32):
+                        with when(T.cuda.elect_sync()):
+                            cursor = Cursor(tile.stages, T.int32(0), 1)
+                            with parts.each() as part:
+                                ring.fill_boxes(part, stages, maps, cursor, rank, *_stages_of(part))
+                        T.evaluate(T.cuda.warp_sync())  # whole at the barriers to come
+                    if weight.grouped:
+                        warp = k.thread // 32 - (tile.consumers // 32 + 1)
+                        with when(tirx.all(warp >= 0, warp < tile.fill_warps)):
+                            cursor = Cursor(tile.stages, warp, 1)
+                            with parts.each() as part:
+                                ring.fill_groups(part, stages, cursor, warp, *_stages_of(part))
+                with T.Else():
+                    if tile.registers:
+                        ptx("setmaxnreg.inc.sync.aligned.u32", tile.registers[0])
+                    consumer = tile.consumer(k, stages)
+                    with parts.each() as part:
+                        summed = consumer.multiply(*_stages_of(part))
+                        _store(part, consumer.acc, summed, epilogue, others, own["y"])
+            if tile.multicast > 1:
+                T.evaluate(T.cuda.cluster_sync())  # nobody leaves while others write into its ring
+    return builder.get()
+
+
+def _store(k: Kernel, acc, summed, epilogue: Epilogue, buffers, y):
+    """A part's sums to y."""
+    tile = k.tile
+
+    def alone():
+        if tile.direct:
+            store.store_direct(k, acc, epilogue, buffers, y)
+        else:
+            shared(1)
+
+    def shared(cluster: int):
+        store_partials(k, acc, summed)
+        reduce(k, cluster, epilogue, buffers, y)
+
+    if not tile.tail:
+        return alone() if tile.split == 1 else shared(tile.split)
+    with T.If(k.halved):
+        with T.Then():
+            shared(tile.cluster)
+        with T.Else():
+            alone()
+
+
+def _enter(weight, tile, buffers, sms):
+    """The launch grid and the names in scope on the device; (CTA's index, all CTAs), and its rank in its cluster."""
+    M, N = buffers["y"].shape
+    size = tile.cluster_size
+    parts = T.cast(ceildiv(M, tile.tokens), "int32") * T.cast(ceildiv(N, tile.features * tile.multicast), "int32")
+    clusters = parts
+    if tile.persistent:
+        clusters = tirx.truncdiv(sms, size)
+        if not tile.tail:
+            clusters = tirx.min(parts, clusters)
+    cta = T.cta_id([clusters * size])
+    rank = T.cta_id_in_cluster([size]) if size > 1 else T.int32(0)
+    thread = T.thread_id([tile.threads])
+    pool = T.alloc_buffer((pool_bytes(weight, tile),), "uint8", scope="shared.dyn")
+    k = Kernel.of(weight, tile, buffers, thread=thread, pool=pool, rank=rank if tile.cluster > 1 else None,
+                  partials=_partials(weight, tile))  # fmt: skip
+    return k, (cta, clusters * size), rank
+
+
+GROUP = 4  # rows of parts that are walked together: their tokens and their weights both stay in the L2 cache
+
+
+class _Parts:
+    """The parts of y of a CTA, (its index, all CTAs): down the tokens within a group of rows, then along the features.
+
+    What is multicast is side by side.
+    """
+
+    def __init__(self, k: Kernel, ctas):
+        self.k, (self.cta, self.ctas) = k, ctas
+        tile, self.span = k.tile, k.tile.features * k.tile.multicast
+        self.rows, self.columns = (k.M + (tile.tokens - 1)) // tile.tokens, (k.N + (self.span - 1)) // self.span
+        self.only = None if tile.persistent else self._part(tirx.truncdiv(self.cta, tile.split))
+
+    @contextmanager
+    def each(self):
+        """A loop over the parts: the names in scope for each."""
+        tile, cta, ctas = self.k.tile, self.cta, self.ctas
+        if not tile.persistent:
+            yield self.only
+            return
+        parts = self.rows * self.columns * tile.multicast
+        whole = tirx.truncdiv(parts, ctas)  # rounds with a part for every CTA
+        rest = parts - whole * ctas
+        if not tile.tail:
+            with T.serial(0, whole + T.cast(cta < rest, "int32"), unroll=False) as i:
+                yield self._part(i * ctas + cta)
+            return
+        cluster = tirx.truncdiv(cta, tile.cluster)
+        short = rest * tile.cluster <= ctas
+        last = register("int32", T.cast(T.if_then_else(short, cluster, cta) < rest, "int32"))
+        with T.serial(0, whole + last[0], unroll=False) as i:
+            halved = register("int32", T.cast(tirx.all(i == whole, short), "int32"))
+            yield self._part(i * ctas + T.if_then_else(halved[0] != 0, cluster, cta), halved[0] != 0)
+
+    def _part(self, index, halved=None) -> Kernel:
+        tile, step, place = self.k.tile, tirx.truncdiv(index, self.k.tile.multicast), T.alloc_local([2], "int32")
+        with T.If(self.rows == 1):
+            with T.Then():  # spared the latency of divisions
+                assign(place, 0, 0)
+                assign(place, 1, step)
+            with T.Else():
+                group = tirx.truncdiv(step, self.columns * GROUP)
+                within = step - group * (self.columns * GROUP)
+                height = tirx.min(self.rows - group * GROUP, GROUP)
+                assign(place, 0, group * GROUP + tirx.truncmod(within, height))
+                assign(place, 1, tirx.truncdiv(within, height))
+        column = place[1] * tile.multicast + tirx.truncmod(index, tile.multicast)
+        return replace(self.k, m0=place[0] * tile.tokens, o0=column * (tile.features // 16), halved=halved)
+
+
+def _stages_of(k: Kernel):
+    """The stages of the CTA's share of k, first and end."""
+    size, all_stages = k.tile.slice, (k.k_tiles + (k.tile.slice - 1)) // k.tile.slice
+    if not k.tile.tail:
+        first, end = k.share
+        return first // size, (end + (size - 1)) // size
+    # Halves of the same length, for the CTAs release slots to each other: beyond K all is zero.
+    half = (all_stages + 1) // 2
+    first = register("int32", T.if_then_else(k.halved, k.rank * half, T.int32(0)))
+    return first[0], first[0] + T.if_then_else(k.halved, half, all_stages)
+
+
+def pool_bytes(weight: Weight, tile: Cut) -> int:
+    return _barriers(weight, tile) + Ring.barrier_bytes(tile)
+
+
+def _barriers(weight: Weight, tile: Cut) -> int:
+    """Where the barriers begin: behind the stages and what becomes of the sums."""
+    sums = store.partial_bytes(tile) if tile.cluster * tile.teams > 1 else 0
+    if tile.direct:
+        staged = store.staging_bytes(tile)
+        return max(_stages(weight, tile) + staged if tile.persistent else max(_stages(weight, tile), staged), sums)
+    return max(_partials(weight, tile) + sums, _stages(weight, tile))
+
+
+def _partials(weight: Weight, tile: Cut) -> int:
+    """Where partial sums are: over the stages, unless those are being filled for the next part."""
+    return _stages(weight, tile) if tile.persistent and not tile.direct else 0
+
+
+def _stages(weight: Weight, tile: Cut) -> int:
+    return tile.stages * Stage(weight, tile).offset()
+
+
+def fitted(weight: Weight, tile: Cut) -> Cut:
+    """The tile with as many stages as fit into shared memory: scales and zeros of small groups take more of it."""
+    most = min(SHARED, SM_SHARED // tile.resident - RESERVED)
+    while pool_bytes(weight, tile) > most and tile.stages > 2 * tile.teams:
+        tile = replace(tile, stages=tile.stages - tile.teams)
+    assert pool_bytes(weight, tile) <= most, f"{tile}: needs {pool_bytes(weight, tile)} bytes of shared memory"
+    return tile
+
+
+def order(weight: Weight, tile: Cut) -> str:
+    """Names the order in which the products of one number of y are summed; equal names, equal bits (see `Stage.order`).
+
+    A team goes through its stages by rising k, 16 of k at a time, whatever else the tile says; where sums are corrected,
+    they are rounded after every step as well.
+    """
+    span = f"by {64 * tile.slice}"
+    share = "1 team" if tile.teams == 1 else f"{tile.teams} teams {span}"
+    share = share if tile.split == 1 else f"{tile.split} CTAs {span}, of {share}"
+    if tile.correct == "sums":
+        return f"mma {share}, corrects sums of {Stage(weight, tile).step}"
+    return f"wgmma {share}, tail {tile.name}" if tile.tail else f"wgmma {share}"
