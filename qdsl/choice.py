@@ -107,7 +107,9 @@ class Table:
             names = {name for _, name in (*row.free, *row.fixed)}
             if absent := names - known.keys():
                 found.append(f"no variant {', '.join(sorted(absent))}, of which it says: {row}")
-            elif len({known[name].order or name for _, name in row.fixed}) > 1:
+            elif None in (orders := {known[name].order if known[name].order != "" else name for _, name in row.fixed}):
+                found.append(f"an order that changes with m is said to be one: {row}")
+            elif len(orders) > 1:
                 found.append(f"one order is said to be several: {row}")
             elif row is self.spare and any(known[name].k_multiple > 1 for name in names):
                 found.append(f"not right for every k: {row}")
@@ -213,7 +215,8 @@ def of_one_order(times: Times, variants: Sequence[Variant]) -> Times:
 
     orders: dict[str, set[str]] = {}
     for v in variants:
-        orders.setdefault(v.order or v.name, set()).add(v.name)
+        if v.order is not None:
+            orders.setdefault(v.order or v.name, set()).add(v.name)
     return _only(times, min(orders.values(), key=costs))
 
 

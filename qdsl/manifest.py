@@ -46,16 +46,16 @@ class Variant:
     """The calls of one kernel: right for every m and n, and for every k that is a multiple of `k_multiple`.
 
     order   names the order in which a row's products are summed: variants of equal order give equal bits, and the bits
-            of a row do not depend on the other rows, nor on how many there are
+            of a row do not depend on the other rows, nor on how many there are; None: they do, the order changes with m
     """
 
     name: str
     steps: tuple[Step, ...]
     k_multiple: int = 1
-    order: str = ""
+    order: str | None = ""
 
     def __str__(self) -> str:
-        about = [self.order or "an order of its own"]
+        about = ["orders that change with m" if self.order is None else self.order or "an order of its own"]
         if self.k_multiple > 1:
             about.append(f"k a multiple of {self.k_multiple}")
         calls = "; ".join(f"{s.function}({', '.join(s.args)})" for s in self.steps)

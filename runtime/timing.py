@@ -24,16 +24,18 @@ BUDGET_S = 0.5  # of wall clock for a median on the CPU
 
 
 # ---- time --------------------------------------------------------------------------------------------------------
-def median_us(call: Call, copies: int, device: torch.device, samples: int = SAMPLES) -> float:
+def median_us(
+    call: Call, copies: int, device: torch.device, samples: int = SAMPLES, enough: float = math.inf
+) -> float:  # fmt: skip
     """Median time of one call in µs; calls go through the copies 0 … copies - 1 in turn.
 
-    `samples` are taken on a GPU; a CPU's are as many as a fixed time allows.
+    `samples` are taken on a GPU, or a single one if that is above `enough`; a CPU's are as many as a fixed time allows.
     """
     with torch.no_grad():
-        return _graph_us(call, copies, samples) if device.type == "cuda" else _wall_us(call, copies)
+        return _graph_us(call, copies, samples, enough) if device.type == "cuda" else _wall_us(call, copies)
 
 
-def _graph_us(call: Call, copies: int, samples: int) -> float:
+def _graph_us(call: Call, copies: int, samples: int, enough: float) -> float:
     """Graphs of many calls, replayed: what a call costs a busy GPU, without its launch by the host."""
     for c in range(copies):  # loads, compiles and allocates what the first call of each copy does
         call(c)
@@ -61,6 +63,8 @@ def _graph_us(call: Call, copies: int, samples: int) -> float:
         torch.cuda.synchronize()
         elapsed = begin.elapsed_time(end) * 1e3
         times.append(elapsed / (replays * rounds * copies))
+        if at == 2 and times[2] > enough:
+            break
         if at == 0:
             replays = max(1, math.ceil(SAMPLE_US / max(elapsed, 1.0)))
     return statistics.median(times[2:])

@@ -31,6 +31,7 @@ from qdsl.runtime.timing import device_name, median_us, rotation
 from qdsl.scheme import Scheme, Tensor, Var
 
 HOPELESS = 3  # times the best: one call is enough to know
+SLOW = 1.25  # times the best: one sample is enough to know
 FALLEN = 10  # times the best, and
 GROWN = 1.3  # times as far behind as at the m before: not called for any larger m
 LAUNCH_US = 20  # of a single call that is no kernel's time, at most
@@ -123,9 +124,9 @@ def _shape(kernel: Kernel, n: int, k: int, tokens: Sequence[int], device: torch.
 
 def explore(
     names: Sequence[str], tokens: Sequence[int], once_us: Callable[[int, str], float],
-    median_us: Callable[[int, str], float], report: Callable[[int], None] = lambda _: None,
+    median_us: Callable[[int, str, float], float], report: Callable[[int], None] = lambda _: None,
 ) -> Times:  # fmt: skip
-    """The time of every variant for rising m: the median, or of a hopeless one that of a single call.
+    """The time of every variant for rising m: the median, or of a slow one a single sample, or of a hopeless one a call.
 
     A variant that has fallen far behind, and clearly further than at the m before, has no time for any larger m. A kernel
     made for many tokens is far behind for few, too, but comes closer.
@@ -140,8 +141,8 @@ def explore(
             left, key=lambda name: behind.get(name, 0.0)
         ):  # the best come first: others are told by them
             once = once_us(m, name)
-            hopeless = once > HOPELESS * min(times.values(), default=math.inf) + LAUNCH_US
-            times[name] = once if hopeless else median_us(m, name)
+            best = min(times.values(), default=math.inf)
+            times[name] = once if once > HOPELESS * best + LAUNCH_US else median_us(m, name, SLOW * best)
         now = {name: us / min(times.values()) for name, us in times.items()}
         left = [name for name in left if now[name] <= max(FALLEN, GROWN * behind.get(name, math.inf))]
         found[m], behind = times, now
@@ -237,9 +238,9 @@ class Trial:
         torch.cuda.synchronize()
         return begin.elapsed_time(end) * 1e3
 
-    def median_us(self, m: int, name: str) -> float:
+    def median_us(self, m: int, name: str, enough: float) -> float:
         assert m == self.m, "called once before"
-        return median_us(lambda copy: self.call(name, copy), len(self.copies), self.device, SAMPLES)
+        return median_us(lambda copy: self.call(name, copy), len(self.copies), self.device, SAMPLES, enough)
 
     def _check(self, name: str) -> None:
         """Raises Error unless the sample is within the derived bound, and all of y is as the first variant's."""

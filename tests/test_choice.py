@@ -235,11 +235,23 @@ def test_wrong_limits_are_refused(limits):
         Row(1, 1, ((None, "a"),), limits)
 
 
+def test_an_order_that_changes_with_m_is_none():
+    moving = (*VARIANTS[:-1], replace(VARIANTS[-1], order=None))
+    times = {1: {"one": 1.0, "huge": 0.1}, 64: {"one": 1.0, "huge": 0.1}}
+    assert of_one_order(times, moving) == {1: {"one": 1.0}, 64: {"one": 1.0}}
+    assert "orders that change with m" in str(moving[-1])
+
+
 def test_problems_are_named():
     assert not TABLE.problems(VARIANTS)
     assert "no variant huge" in TABLE.problems(VARIANTS[:-1])[0]
     mixed = replace(TABLE, rows=(Row(1, 1, ((None, "one"),), ((1, "one"), (None, "few"))),))
     assert "one order is said to be several" in mixed.problems(VARIANTS)[0]
+    moving = (*VARIANTS[:-1], replace(VARIANTS[-1], order=None))
+    assert (
+        "an order that changes with m"
+        in replace(TABLE, rows=(Row(1, 1, ((None, "one"),), ((None, "huge"),)),)).problems(moving)[0]
+    )
     picky = replace(TABLE, spare=Row(1, 1, ((None, "fast"),), ((None, "fast"),)))
     assert "not right for every k" in picky.problems(VARIANTS)[0]
 

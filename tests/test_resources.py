@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from qdsl.cache import nvcc
-from qdsl.codegen.cuda import host, mma, wgmma
+from qdsl.codegen.cuda import hopper, host, mma, warp, wgmma
 from qdsl.codegen.cuda.candidates import candidates
 from qdsl.codegen.cuda.weight import Weight
 from qdsl.codegen.target import target
@@ -41,26 +41,39 @@ def test_nothing_spills_and_no_wgmma_waits_for_the_compiler(arch, weight, tmp_pa
     assert losses == []
 
 
-def test_warpgroup_tiles_fit_and_print():
-    names = [tile.name for tile in wgmma.tiles()]
-    assert len(set(names)) == len(names)
-    for tile in wgmma.tiles():
-        assert wgmma.pool_bytes(AWQ, tile) <= wgmma.SHARED, f"{tile} does not even fit the weight it was made for"
-        assert wgmma.pool_bytes(AWKWARD, wgmma.fitted(AWKWARD, tile)) <= wgmma.SHARED
-    by_name = {tile.name: tile for tile in wgmma.tiles()}
-    assert str(by_name["w64_narrow"]) == (
-        "w64_narrow: 64 tokens x 64 features, 1x2 warpgroups, 4 stages of 256, 2 CTAs along k"
+HOPPER = {tile.name: tile for tile in (*warp.tiles(), *wgmma.tiles())}
+
+
+def test_hopper_tiles_fit_and_print():
+    assert len(HOPPER) == len(warp.tiles()) + len(wgmma.tiles())
+    for tile in HOPPER.values():
+        assert hopper.fitted(AWQ, tile) == tile, f"{tile} does not fit the weight it was made for"
+        assert hopper.pool_bytes(AWKWARD, hopper.fitted(AWKWARD, tile)) <= hopper.SHARED
+    assert str(HOPPER["t8_split"]) == (
+        "t8_split: 8 tokens x 64 features, 2x4 warps, 16 stages of 128, corrects sums, 2 CTAs along k"
     )
-    assert str(by_name["w256_pairs"]) == (
-        "w256_pairs: 256 tokens x 128 features, 2x1 warpgroups, 3 stages of 128, 2 CTAs with the same tokens, persistent"
+    assert str(HOPPER["w32_narrow"]) == (
+        "w32_narrow: 32 tokens x 64 features, 1x2 warpgroups, 6 stages of 256, 2 CTAs along k"
+    )
+    assert str(HOPPER["w256_tail"]) == (
+        "w256_tail: 256 tokens x 128 features, 2x1 warpgroups, 3 stages of 128, persistent, the last round in halves"
     )
 
 
-def test_equal_orders_of_warpgroup_tiles():
-    order = {tile.name: wgmma.order(tile) for tile in wgmma.tiles()}
-    assert order["w64"] == order["w128"] == order["w256"] == order["w256_pair"] == "wgmma 1 team"
+def test_equal_orders_of_hopper_tiles():
+    order = {name: hopper.order(AWQ, tile) for name, tile in HOPPER.items()}
+    assert order["w64"] == order["w128"] == order["w256"] == "wgmma 1 team"
     assert order["w32"] == "wgmma 2 teams by 128"
-    assert order["w64_narrow"] == "wgmma 2 CTAs by 256, of 2 teams by 256"
+    assert order["w32_narrow"] == "wgmma 2 CTAs by 256, of 2 teams by 256"
+    assert order["t8_wide"] == order["t16_wide"] == "mma 4 teams by 128, corrects sums of 128"
+    assert order["t8"] == mma_order("h16") == "mma 8 teams by 128, corrects sums of 128"
+    assert {name for name, names in order.items() if names is None} == {
+        n for n in HOPPER if n.endswith(("tail", "tail_wide"))
+    }
+
+
+def mma_order(name: str) -> str:
+    return next(c.order for c in candidates(target("cuda", "sm_90a"), AWQ) if c.name == name)
 
 
 def test_a_chain_of_kernels_overlaps_from_sm_90_on():
@@ -75,23 +88,11 @@ def test_a_chain_of_kernels_overlaps_from_sm_90_on():
         assert ("ProgrammaticStreamSerialization" in text) == goal.dependent_launch
 
 
-def test_codes_are_asked_for_before_the_wait():
-    goal = target("cuda", "sm_90a")
-    tiles = {tile.name: tile for tile in (*mma.hopper_tiles(), *wgmma.tiles())}
-    for name, lower in (("h8_ahead", mma.lower), ("w64_ahead", wgmma.lower), ("h8", mma.lower)):
-        options = {"overlapped": True, "shared": wgmma.SHARED} if lower is mma.lower else {}
-        text = host.emit({"linear": lower("linear", AWQ, tiles[name], **options)}, goal, overlapped=True)
-        kernel = text[text.rindex("__global__") :]
-        asked, waited = kernel.find("bulk_prefetch"), kernel.index("griddepcontrol_wait")
-        assert (0 < asked < waited) == bool(tiles[name].ahead)
-
-
 def test_tensor_maps_need_no_driver_library():
     goal = target("cuda", "sm_90a")
-    by_name = {tile.name: tile for tile in wgmma.tiles()}
-    text = host.emit({"linear": wgmma.lower("linear", AWQ, by_name["w32"])}, goal, overlapped=True)
+    text = host.emit({"linear": hopper.lower("linear", AWQ, HOPPER["w32"])}, goal, overlapped=True)
     assert host.MULTIPROCESSORS not in text
-    persistent = host.emit({"linear": wgmma.lower("linear", AWQ, by_name["w256"])}, goal, overlapped=True)
+    persistent = host.emit({"linear": hopper.lower("linear", AWQ, HOPPER["w256"])}, goal, overlapped=True)
     assert persistent.count(host.MULTIPROCESSORS + "()") >= 3  # defined, declared, called
     assert "wgmma.mma_async.sync.aligned.m64n32k16.f32.f16.f16" in text and "cp.async.bulk.tensor.3d" in text
     assert text.index("#define cuTensorMapEncodeTiled") < text.index("cuTensorMapEncodeTiled(static_cast")

@@ -38,7 +38,7 @@ def test_the_best_is_found_without_timing_everything(arch, n, k):
         called.append((m, name))
         return time_us(m, name) + 15
 
-    def median(m, name):
+    def median(m, name, enough):
         timed.append((m, name))
         return time_us(m, name)
 
@@ -57,7 +57,7 @@ def test_a_variant_that_falls_behind_is_not_called_again():
         called.append((m, name))
         return times[name](m)
 
-    found = tune.explore(list(times), [1, 4, 16, 64, 256, 1024], once, lambda m, name: times[name](m))
+    found = tune.explore(list(times), [1, 4, 16, 64, 256, 1024], once, lambda m, name, enough: times[name](m))
     assert fastest(found) == ((4, "small"), (None, "large"))
     assert (256, "small") in called and (1024, "small") not in called and "small" not in found[1024]
     assert (1024, "bad") in called, "it is far behind, but it comes nearer"
@@ -80,7 +80,7 @@ def several(tmp_path, monkeypatch):
     times = {"one": lambda m: 10.0 * m, "two": lambda m: 50.0 + m}
     once_us = tune.Trial.once_us
     monkeypatch.setattr(tune.Trial, "once_us", lambda trial, m, name: once_us(trial, m, name) * 0 + times[name](m))
-    monkeypatch.setattr(tune.Trial, "median_us", lambda trial, m, name: times[name](m))
+    monkeypatch.setattr(tune.Trial, "median_us", lambda trial, m, name, enough: times[name](m))
     return folder, arch
 
 

@@ -24,14 +24,14 @@ class Candidate:
 
     lower       (function's name, extra buffers, epilogue) -> the kernel
     work        its tile, as the model of times knows it
-    order       names the order in which a row's products are summed (`Stage.order`)
+    order       names the order in which a row's products are summed (`Stage.order`); None: it changes with m
     k_multiple  what k must be a multiple of
     """
 
     name: str
     lower: Callable[..., tirx.PrimFunc]
     work: Work
-    order: str
+    order: str | None
     k_multiple: int = 1
 
 
@@ -59,6 +59,7 @@ def _mma(target: Target, weight: Weight, tile: Tile, shared: int) -> Candidate:
         resident=tile.resident,
         shared=stage.pool_bytes(weight, small),
         multiplier="mma",
+        fed="cp.async",
         decode="sums" if tile.correct == "sums" else _decode(weight),
         split=tile.cluster,
         overlapped=target.dependent_launch,
@@ -81,8 +82,10 @@ def _hopper(weight: Weight, tile: warp.WarpTile | wgmma.WarpgroupTile) -> Candid
         resident=tile.resident,
         shared=hopper.pool_bytes(weight, small),
         multiplier="mma" if few else "wgmma",
+        fed="TMA",
         decode="sums" if few else _decode(weight),
         split=tile.split,
+        tail=tile.tail,
         overlapped=True,
     )
     return Candidate(tile.name, lower, work, hopper.order(weight, small), k_multiple=8)

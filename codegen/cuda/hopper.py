@@ -3,12 +3,8 @@
     global memory --ring: two producer warps--> shared memory --consumers--> accumulators --store--> y
 
 What the consumers do is the tile's: warps that multiply few tokens (`warp`), or warpgroups that multiply many (`wgmma`).
-The part of y that one CTA computes is features x tokens:
-
-    a cluster of `multicast` CTAs takes as many such parts, one below the other: they have the same tokens, and each loads
-    a share of them for all;
-    a cluster of `split` CTAs takes one part, and each CTA a share of k; `reduce` adds their sums, as it does with those
-    of the teams of one CTA.
+A CTA computes a part of y, features x tokens; or the `split` CTAs of a cluster do, each over its share of k. `reduce` adds
+their sums then, as it does with those of the teams of one CTA.
 
 Persistent kernels have as many CTAs as fit on the GPU, each with every so many'th part: the producer fills the ring for
 the next part while the consumers store the last. The last round rarely has a part for every CTA. If it has one for no
@@ -60,7 +56,7 @@ def lower(
             T.Bind(tirx.call_extern("int32", MULTIPROCESSORS), var=sms)
         T.device_entry()
         with T.attr({"tirx.launch_bounds_min_blocks_per_sm": tile.resident}):
-            k, ctas, rank = _enter(weight, tile, own, sms)
+            k, ctas = _enter(weight, tile, own, sms)
             stages = Ring(k, _barriers(weight, tile))
             with when(k.thread == tile.consumers):
                 ring.fetch(maps)
@@ -75,8 +71,7 @@ def lower(
                         with when(T.cuda.elect_sync()):
                             cursor = Cursor(tile.stages, T.int32(0), 1)
                             with parts.each() as part:
-                                ring.fill_boxes(part, stages, maps, cursor, rank, *_stages_of(part))
-                        T.evaluate(T.cuda.warp_sync())  # whole at the barriers to come
+                                ring.fill_boxes(part, stages, maps, cursor, *_stages_of(part))
                     if weight.grouped:
                         warp = k.thread // 32 - (tile.consumers // 32 + 1)
                         with when(tirx.all(warp >= 0, warp < tile.fill_warps)):
@@ -90,8 +85,6 @@ def lower(
                     with parts.each() as part:
                         summed = consumer.multiply(*_stages_of(part))
                         _store(part, consumer.acc, summed, epilogue, others, own["y"])
-            if tile.multicast > 1:
-                T.evaluate(T.cuda.cluster_sync())  # nobody leaves while others write into its ring
     return builder.get()
 
 
@@ -119,10 +112,10 @@ def _store(k: Kernel, acc, summed, epilogue: Epilogue, buffers, y):
 
 
 def _enter(weight, tile, buffers, sms):
-    """The launch grid and the names in scope on the device; (CTA's index, all CTAs), and its rank in its cluster."""
+    """The launch grid and the names in scope on the device; (CTA's index, all CTAs)."""
     M, N = buffers["y"].shape
-    size = tile.cluster_size
-    parts = T.cast(ceildiv(M, tile.tokens), "int32") * T.cast(ceildiv(N, tile.features * tile.multicast), "int32")
+    size = tile.cluster
+    parts = T.cast(ceildiv(M, tile.tokens), "int32") * T.cast(ceildiv(N, tile.features), "int32")
     clusters = parts
     if tile.persistent:
         clusters = tirx.truncdiv(sms, size)
@@ -134,22 +127,19 @@ def _enter(weight, tile, buffers, sms):
     pool = T.alloc_buffer((pool_bytes(weight, tile),), "uint8", scope="shared.dyn")
     k = Kernel.of(weight, tile, buffers, thread=thread, pool=pool, rank=rank if tile.cluster > 1 else None,
                   partials=_partials(weight, tile))  # fmt: skip
-    return k, (cta, clusters * size), rank
+    return k, (cta, clusters * size)
 
 
 GROUP = 4  # rows of parts that are walked together: their tokens and their weights both stay in the L2 cache
 
 
 class _Parts:
-    """The parts of y of a CTA, (its index, all CTAs): down the tokens within a group of rows, then along the features.
-
-    What is multicast is side by side.
-    """
+    """The parts of y of a CTA, (its index, all CTAs): down the tokens within a group of rows, then along the features."""
 
     def __init__(self, k: Kernel, ctas):
         self.k, (self.cta, self.ctas) = k, ctas
-        tile, self.span = k.tile, k.tile.features * k.tile.multicast
-        self.rows, self.columns = (k.M + (tile.tokens - 1)) // tile.tokens, (k.N + (self.span - 1)) // self.span
+        tile = k.tile
+        self.rows, self.columns = (k.M + (tile.tokens - 1)) // tile.tokens, (k.N + (tile.features - 1)) // tile.features
         self.only = None if tile.persistent else self._part(tirx.truncdiv(self.cta, tile.split))
 
     @contextmanager
@@ -159,7 +149,7 @@ class _Parts:
         if not tile.persistent:
             yield self.only
             return
-        parts = self.rows * self.columns * tile.multicast
+        parts = self.rows * self.columns
         whole = tirx.truncdiv(parts, ctas)  # rounds with a part for every CTA
         rest = parts - whole * ctas
         if not tile.tail:
@@ -174,19 +164,19 @@ class _Parts:
             yield self._part(i * ctas + T.if_then_else(halved[0] != 0, cluster, cta), halved[0] != 0)
 
     def _part(self, index, halved=None) -> Kernel:
-        tile, step, place = self.k.tile, tirx.truncdiv(index, self.k.tile.multicast), T.alloc_local([2], "int32")
+        place = T.alloc_local([2], "int32")
         with T.If(self.rows == 1):
             with T.Then():  # spared the latency of divisions
                 assign(place, 0, 0)
-                assign(place, 1, step)
+                assign(place, 1, index)
             with T.Else():
-                group = tirx.truncdiv(step, self.columns * GROUP)
-                within = step - group * (self.columns * GROUP)
+                group = tirx.truncdiv(index, self.columns * GROUP)
+                within = index - group * (self.columns * GROUP)
                 height = tirx.min(self.rows - group * GROUP, GROUP)
                 assign(place, 0, group * GROUP + tirx.truncmod(within, height))
                 assign(place, 1, tirx.truncdiv(within, height))
-        column = place[1] * tile.multicast + tirx.truncmod(index, tile.multicast)
-        return replace(self.k, m0=place[0] * tile.tokens, o0=column * (tile.features // 16), halved=halved)
+        tile = self.k.tile
+        return replace(self.k, m0=place[0] * tile.tokens, o0=place[1] * (tile.features // 16), halved=halved)
 
 
 def _stages_of(k: Kernel):
@@ -195,10 +185,9 @@ def _stages_of(k: Kernel):
     if not k.tile.tail:
         first, end = k.share
         return first // size, (end + (size - 1)) // size
-    # Halves of the same length, for the CTAs release slots to each other: beyond K all is zero.
     half = (all_stages + 1) // 2
     first = register("int32", T.if_then_else(k.halved, k.rank * half, T.int32(0)))
-    return first[0], first[0] + T.if_then_else(k.halved, half, all_stages)
+    return first[0], T.if_then_else(tirx.all(k.halved, k.rank == 0), half, all_stages)
 
 
 def pool_bytes(weight: Weight, tile: Cut) -> int:
@@ -232,15 +221,17 @@ def fitted(weight: Weight, tile: Cut) -> Cut:
     return tile
 
 
-def order(weight: Weight, tile: Cut) -> str:
+def order(weight: Weight, tile: Cut) -> str | None:
     """Names the order in which the products of one number of y are summed; equal names, equal bits (see `Stage.order`).
 
     A team goes through its stages by rising k, 16 of k at a time, whatever else the tile says; where sums are corrected,
-    they are rounded after every step as well.
+    they are rounded after every step as well. None: how many parts there are decides which of them are summed in halves.
     """
+    if tile.tail:
+        return None
     span = f"by {64 * tile.slice}"
     share = "1 team" if tile.teams == 1 else f"{tile.teams} teams {span}"
     share = share if tile.split == 1 else f"{tile.split} CTAs {span}, of {share}"
     if tile.correct == "sums":
         return f"mma {share}, corrects sums of {Stage(weight, tile).step}"
-    return f"wgmma {share}, tail {tile.name}" if tile.tail else f"wgmma {share}"
+    return f"wgmma {share}"

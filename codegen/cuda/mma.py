@@ -55,18 +55,9 @@ def tiles() -> tuple[Tile, ...]:
 def hopper_tiles() -> tuple[Tile, ...]:
     """The tiles for few tokens on sm_90a, whose SMs hold 227 KB for two or three CTAs; `wgmma` has those for many."""
     return (
-        Tile("h1_short", "sums", tokens=1, features=16, split=(1, 1, 8), slice=4, stages=3, resident=3),
         Tile("h1", "sums", tokens=1, features=32, split=(1, 1, 8), slice=4, stages=2, resident=2),
-        Tile("h1_deep", "sums", tokens=1, features=32, split=(1, 1, 8), slice=2, stages=3, resident=3),
-        Tile("h1_wide", "sums", tokens=1, features=64, split=(1, 1, 8), slice=2, stages=3, resident=2),
         Tile("h8", "sums", tokens=8, features=32, split=(1, 1, 4), slice=4, stages=3, resident=2),
-        Tile("h8_deep", "sums", tokens=8, features=32, split=(1, 1, 8), slice=2, stages=3, resident=2),
-        Tile("h8_wide", "sums", tokens=8, features=64, split=(1, 1, 4), slice=2, stages=4, resident=2),
-        Tile("h8_pair", "sums", tokens=8, features=64, split=(1, 2, 4), slice=2, stages=4, resident=2),
         Tile("h16", "sums", tokens=16, features=32, split=(1, 1, 8), slice=2, stages=2, resident=2),
-        Tile("h16_wide", "sums", tokens=16, features=64, split=(1, 1, 4), slice=2, stages=3, resident=2),
-        Tile("h16_pair", "sums", tokens=16, features=64, split=(1, 2, 4), slice=2, stages=3, resident=2),
-        Tile("h16_split", "sums", tokens=16, features=64, split=(1, 1, 4), slice=2, stages=3, resident=2, cluster=2),
         Tile("any", "weights", tokens=128, features=128, split=(2, 2, 1), slice=2, stages=2, resident=1),
     )
 

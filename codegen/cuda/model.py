@@ -20,16 +20,14 @@ With mma a warp does one after the other: the products of a CTA and its codes to
 With wgmma the multiplier works while the warp decodes. Its time is the cube root of a sum of cubes again: of these two
 summands, of the instructions, which take their time however few tokens they have, and of all products of the whole GPU
 at full speed, for power slows it down where all SMs multiply. A CTA has its SM to itself, so every wave after the first
-begins with nothing on its way. CTAs that share k exchange their sums. Tokens that are multicast come as they always do.
+begins with nothing on its way. CTAs that share k exchange their sums, in all of their parts or in the last.
 
-The constants below were fitted to some 640 times of 80 kernels on an H200 (groups of 128, m = 1 to 4096, five shapes;
-without clusters of four, and of the tiles that multicast with those of 256 tokens only). The prediction is off by 6 % in
-the mean, and by less than 12 % in nine of ten cases; of kernels for sm_90a that take at most half as long again as the
-fastest, by 5 % in the mean and by 14 % at worst. The worst of all is 34 % too short: tiles of 256 tokens take longer for
-128 than for 256 of them where an SM has several, which nothing here explains.
+The constants below were fitted to 775 times of 30 kernels on an H200 (groups of 128, m = 1 to 4096, five shapes). The
+prediction is off by 6 % in the mean, and by less than 14 % in nine of ten cases; of kernels that take at most half as long
+again as the fastest, by 6 % in the mean and by 23 % at worst. The worst of all takes half the time predicted.
 
-Where the model chooses among what was timed, its kernel takes 1 % longer than the fastest in the mean of 50 pairs of m and
-shape, and 12 % at worst. Other GPUs differ in the numbers of `qdsl.codegen.target.Gpu`.
+Where the model chooses among what was timed, its kernel takes 4 % longer than the fastest in the mean of 45 pairs of m and
+shape, and 22 % at worst. Other GPUs differ in the numbers of `qdsl.codegen.target.Gpu`.
 
 A table that is modelled takes tiles in order of their tokens, so that more tokens never get a tile of fewer: the model
 is not good enough to believe it where it jumps.
@@ -46,13 +44,13 @@ from qdsl.codegen.target import Gpu
 from qdsl.manifest import Variant
 
 LAUNCH = 2.85e-6  # s, of a kernel in a graph: to its first instruction, and from its last
-OVERLAPPED = 2.35e-6  # s, the same of one that is launched before its predecessor has ended
-LATENCY = 0.36e-6  # s, from a request of a stage to its data, under load
-WAVE = 2.4e-6  # s, from the last product of a CTA of wgmma to the first of the next on its SM
-EXCHANGE = 1.4e-6  # s, for the CTAs of a cluster to add their sums
-STREAM = 23  # bytes per clock that an SM takes in from memory
-PORT = {"mma": 43, "wgmma": 68}  # bytes per clock that an SM takes in from the L2 cache: by cp.async, by TMA
-CLOCKS = {"sums": 0.010, "weights": 0.018, "floats": 0.055}  # of an SM for a code, by `Work.decode`
+OVERLAPPED = 1.9e-6  # s, the same of one that is launched before its predecessor has ended
+LATENCY = 0.33e-6  # s, from a request of a stage to its data, under load
+WAVE = 1.5e-6  # s, from the last product of a CTA of wgmma to the first of the next on its SM
+EXCHANGE = 1.75e-6  # s, for the CTAs of a cluster to add their sums
+STREAM = 28  # bytes per clock that an SM takes in from memory
+PORT = {"cp.async": 43, "TMA": 57}  # bytes per clock that an SM takes in from the L2 cache
+CLOCKS = {"sums": 0.010, "weights": 0.011, "floats": 0.055}  # of an SM for a code, by `Work.decode`
 INSTRUCTION = 34 / 1024  # clocks of an SM for a weight in wgmma of few tokens: an instruction has 64 x 16 weights
 
 SHAPES = tuple((n, 4096) for n in (1024, 2048, 4096, 8192, 16384, 32768))  # n, k of a modelled table: k hardly matters
@@ -68,6 +66,8 @@ class Work:
     threads, resident  of a CTA, and CTAs of an SM as far as registers go
     shared             bytes of shared memory of a CTA
     multiplier         "mma": a warp waits for its products; "wgmma": they are computed while it decodes
+    fed                "cp.async": every warp copies what it multiplies; "TMA": others do
+    tail               two CTAs share k of a part in a last round that has parts for half of the SMs only
     overlapped         it is launched before its predecessor has ended
     decode             how codes become operands: "sums" (as they are, sums are corrected), "weights" (corrected in pairs),
                        "floats" (corrected in float32)
@@ -82,8 +82,10 @@ class Work:
     resident: int
     shared: int
     multiplier: str
+    fed: str
     decode: str
     split: int = 1
+    tail: bool = False
     overlapped: bool = False
 
     def residents(self, gpu: Gpu) -> int:
@@ -100,11 +102,14 @@ def seconds(work: Work, weight: Weight, gpu: Gpu, m: int, n: int, k: int) -> flo
     """The predicted time of m tokens by an [n, k] weight."""
     row = bits_per_weight(weight) / 8 * k
     ctas, residents = -(-m // work.tokens) * -(-n // work.features) * work.split, work.residents(gpu)
-    rounds, waves = -(-ctas // gpu.sms), -(-ctas // (gpu.sms * residents))
-    most = waves * residents if rounds > 1 else 1
+    rounds, waves = float(-(-ctas // gpu.sms)), float(-(-ctas // (gpu.sms * residents)))
+    halved = work.tail and 0 < ctas % gpu.sms <= gpu.sms // 2
+    if halved:
+        rounds, waves = rounds - 0.5, waves - 0.5
+    most = waves * residents if rounds > 1 else rounds
     streamed = most * work.features * row / work.split / (STREAM * gpu.clock)
     memory = max((n * row + 2 * m * (n + k)) / gpu.bandwidth, streamed)
-    port = rounds * (work.features * row + 2 * work.tokens * k) / work.split / (PORT[work.multiplier] * gpu.clock)
+    port = rounds * (work.features * row + 2 * work.tokens * k) / work.split / (PORT[work.fed] * gpu.clock)
     trips = -(-k // (work.slice * work.teams * work.split)) / max(1, work.stages - 1) + 1
     latency = waves * trips * LATENCY
 
@@ -116,9 +121,9 @@ def seconds(work: Work, weight: Weight, gpu: Gpu, m: int, n: int, k: int) -> flo
     else:
         products = weights * 2 * work.tokens / (gpu.wgmma / gpu.sms)
         multiplier = _longest(products, codes, weights * INSTRUCTION / gpu.clock, 2 * m * n * k / gpu.wgmma)
-        ahead += (waves - 1) * WAVE
-    if work.split > 1:
-        ahead += waves * EXCHANGE
+        ahead += max(0, waves - 1) * WAVE
+    if work.split > 1 or halved:
+        ahead += (1 if halved else waves) * EXCHANGE
     return ahead + _longest(memory, port, multiplier, latency)
 
 

@@ -5,13 +5,11 @@
 
 One warp asks for the boxes, by TMA; another copies scales and zeros, which come in pieces too small for
 boxes. One warp that does both takes longer for a stage than the consumers.
-
-CTAs that share their tokens (`WarpgroupTile.multicast`) each load a part of the rows of x into all of them; a slot is then
-empty only when the consumers of all these CTAs have read it.
 """
 
 from __future__ import annotations
 
+from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from qdsl.codegen.cuda.builder import assign, ptx, register, when
@@ -24,19 +22,19 @@ ROW = 128  # bytes of 64 numbers of a token in shared memory: the width of the s
 def tensor_maps(buffers, tile) -> dict:
     """The TMA descriptors of x and q, made on the host at every launch; what lies outside of a tensor is read as zeros.
 
-    Of x, boxes of 64 numbers of a CTA's share of the tokens, swizzled as wgmma wants it, or all of a stage of a single
-    token; of q, the stored blocks.
+    Of x, boxes of 64 numbers of the tokens, swizzled as wgmma wants it, or all of a stage of a single token; of q, the
+    stored blocks.
     """
     (M, K), (blocks, tiles, *_) = buffers["x"].shape, buffers["q"].shape
     shapes = {
-        "x": ((K, M), (K * 2,), *_tokens_box(tile)),
+        "x": ((K, M), (K * 2,), *_tokens_box(tile, M)),
         "q": ((T.int64(128), tiles, blocks), (T.int64(512), tiles * 512), (128, tile.slice, tile.features // 16), 0),
     }
     maps = {}
     for name, (extents, strides, box, swizzle) in shapes.items():
         maps[name] = T.Var(f"{name}_map", ty=T.handle("tensormap").ty)
         T.Bind(T.tvm_stack_alloca("tensormap", 1), var=maps[name])
-        box, steps = map(T.int64, box), [T.int64(1)] * len(extents)
+        box, steps = [T.int64(e) if isinstance(e, int) else e for e in box], [T.int64(1)] * len(extents)
         T.evaluate(
             T.tensormap_encode_tiled(
                 maps[name], buffers[name].data, *extents, *strides, *box, *steps, descriptor_dtype=str(buffers[name].dtype),
@@ -46,9 +44,13 @@ def tensor_maps(buffers, tile) -> dict:
     return maps
 
 
-def _tokens_box(tile) -> tuple[tuple[int, int], int]:
-    """The extents of a box of x and how it is swizzled: 3 within 128 bytes, 0 not at all."""
-    return ((64 * tile.slice, 1), 0) if tile.tokens == 1 else ((64, tile.tokens // tile.multicast), 3)
+def _tokens_box(tile, M):
+    """The extents of a box of x and how it is swizzled: 3 within 128 bytes, 0 not at all.
+
+    No more rows than x has: those outside of it take longer than those inside. What a slot then holds in the rest of its
+    rows only gets into sums that are not stored.
+    """
+    return ((64 * tile.slice, 1), 0) if tile.tokens == 1 else ((64, tirx.min(M, T.int64(tile.tokens))), 3)
 
 
 class Cursor:
@@ -95,11 +97,11 @@ class Ring:
     def initialize(self):
         k, tile = self.k, self.k.tile
         with when(k.thread < self.stages):
-            landed, read = 1 + 32 * bool(k.weight.grouped), tile.team_threads * tile.multicast
+            landed = 1 + 32 * bool(k.weight.grouped)
             ptx("mbarrier.init.shared.b64", self.full(k.thread), T.uint32(landed))
-            ptx("mbarrier.init.shared.b64", self.empty(k.thread), T.uint32(read))
+            ptx("mbarrier.init.shared.b64", self.empty(k.thread), T.uint32(tile.team_threads))
             ptx("fence.mbarrier_init.release.cluster")
-        T.evaluate(T.cuda.cluster_sync() if tile.multicast > 1 else T.cuda.cta_sync())
+        T.evaluate(T.cuda.cta_sync())
 
     def release(self, slot):
         """A thread has read the slot.
@@ -107,14 +109,7 @@ class Ring:
         Every lane says so for itself: one for all of its warp, behind a warp barrier, is ordered just as well, but no
         faster, and compute-sanitizer does not see the order.
         """
-        if self.k.tile.multicast == 1:
-            ptx("mbarrier.arrive.shared.b64", self.empty(slot))
-            return
-        own = T.cuda.cvta_generic_to_shared(self.empty(slot))
-        for rank in range(self.k.tile.multicast):
-            remote = T.alloc_local([1], "uint32")
-            ptx("mapa.shared::cluster.u32", remote[0], own, T.uint32(rank))
-            ptx("mbarrier.arrive.release.cluster.shared::cluster.b64", remote[0])
+        ptx("mbarrier.arrive.shared.b64", self.empty(slot))
 
 
 def fetch(maps):
@@ -123,50 +118,25 @@ def fetch(maps):
         ptx("prefetch.tensormap", T.address_of(tensor_map))
 
 
-def fill_boxes(k: Kernel, ring: Ring, maps, cursor: Cursor, rank, begin, end):
+def fill_boxes(k: Kernel, ring: Ring, maps, cursor: Cursor, begin, end):
     """One lane, elected: the boxes of q and x of stages begin .. end of a part.
 
-    What a lane does alone needs no loop over the lanes that ptxas puts around each request otherwise.
+    What a lane does alone needs no loop over the lanes, which ptxas puts around each request otherwise.
     """
-    tile = k.tile
-    once = tile.tokens <= READ_ONCE
-    hint, policy = (".L2::cache_hint", [evict_first()]) if once else ("", [])
-    box = tile.slice * (tile.features // 16 * 512 + tile.tokens * ROW)
+    tile, q, x = k.tile, T.address_of(maps["q"]), T.address_of(maps["x"])
+    hint, policy = (".L2::cache_hint", [evict_first()]) if tile.tokens <= READ_ONCE else ("", [])
     load = "cp.async.bulk.tensor.{}d.shared::cluster.global.mbarrier::complete_tx::bytes"
-    rows, q, x = tile.tokens // tile.multicast, T.address_of(maps["q"]), T.address_of(maps["x"])
-
-    def fill_tokens(slot, t: int, at, full):
-        for row in range(0, tile.tokens, rows):
-            target = ring.views["x"].ptr(slot, t, row, 0)
-            ptx(load.format(2), target, x, at, k.m0 + row, full)
-
-    def share_tokens(slot, t: int, at, full):
-        """A part of the tokens, for every CTA of the cluster."""
-        target, everyone = ring.views["x"].ptr(slot, t, rank * rows, 0), T.uint16((1 << tile.multicast) - 1)
-        ptx(load.format(2) + ".multicast::cluster", target, x, at, k.m0 + rank * rows, full, everyone)
-
+    rows = tirx.min(k.M, tile.tokens)
+    box = T.cast(tile.slice * (tile.features // 16 * 512 + rows * ROW), "uint32")
     with T.serial(begin, end, unroll=False) as i:
         slot, first = cursor.slot, i * tile.slice
         T.evaluate(T.cuda.mbarrier_wait(ring.empty(slot), cursor.phase))
         full = ring.full(slot)
-        ptx("mbarrier.arrive.expect_tx.shared.b64", full, T.uint32(box))
-        target = ring.views["q"].ptr(slot, 0, 0, 0, 0)
-        ptx(load.format(3) + hint, target, q, 0, first, k.o0, full, *policy)
-        boxes = [(slot, t, (first + t) * 64, full) for t in range(tile.slice if tile.tokens > 1 else 1)]
-        if tile.multicast > 1 and k.halved is not None:
-            with T.If(k.halved):
-                with T.Then():
-                    _each(fill_tokens, boxes)
-                with T.Else():
-                    _each(share_tokens, boxes)
-        else:
-            _each(share_tokens if tile.multicast > 1 else fill_tokens, boxes)
+        ptx("mbarrier.arrive.expect_tx.shared.b64", full, box)
+        ptx(load.format(3) + hint, ring.views["q"].ptr(slot, 0, 0, 0, 0), q, 0, first, k.o0, full, *policy)
+        for t in range(tile.slice if tile.tokens > 1 else 1):
+            ptx(load.format(2), ring.views["x"].ptr(slot, t, 0, 0), x, (first + t) * 64, k.m0, full)
         cursor.advance()
-
-
-def _each(fill, boxes):
-    for box in boxes:
-        fill(*box)
 
 
 def fill_groups(k: Kernel, ring: Ring, cursor: Cursor, warp, begin, end):

@@ -22,24 +22,18 @@ from qdsl.codegen.cuda.ring import Cursor, Ring
 def tiles() -> tuple[WarpTile, ...]:
     """The tiles, by rising number of tokens."""
     return (
-        WarpTile("t1", 1, warps=1, blocks=2, teams=8, slice=4, stages=24, resident=2),
-        WarpTile("t1_deep", 1, warps=1, blocks=2, teams=6, slice=2, stages=24, resident=3, fill_warps=2),
-        WarpTile("t1_wide", 1, warps=2, blocks=2, teams=4, slice=4, stages=24, resident=2),
-        WarpTile("t8", 8, warps=1, blocks=2, teams=8, slice=2, stages=24, resident=2, fill_warps=2),
-        WarpTile("t8_long", 8, warps=1, blocks=2, teams=6, slice=4, stages=24, resident=2),
-        WarpTile("t8_wide", 8, warps=2, blocks=2, teams=4, slice=2, stages=24, resident=2, fill_warps=2),
-        WarpTile("t8_wide4", 8, warps=2, blocks=2, teams=4, slice=4, stages=24, resident=2),
-        WarpTile("t8_big", 8, warps=2, blocks=2, teams=8, slice=2, stages=32, resident=1, fill_warps=2),
-        WarpTile("t8_broad", 8, warps=4, blocks=2, teams=2, slice=2, stages=12, resident=2, fill_warps=2),
-        WarpTile("t8_split", 8, warps=2, blocks=2, teams=4, slice=2, stages=24, resident=2, split=2, fill_warps=2),
-        WarpTile("t16", 16, warps=1, blocks=2, teams=8, slice=2, stages=24, resident=2),
-        WarpTile("t16_wide", 16, warps=2, blocks=2, teams=4, slice=2, stages=24, resident=2),
-        WarpTile("t16_wide4", 16, warps=2, blocks=2, teams=3, slice=4, stages=24, resident=2),
-        WarpTile("t16_big", 16, warps=2, blocks=2, teams=6, slice=2, stages=24, resident=1),
-        WarpTile("t16_broad", 16, warps=4, blocks=2, teams=2, slice=2, stages=12, resident=2),
-        WarpTile("t16_split", 16, warps=2, blocks=2, teams=4, slice=2, stages=24, resident=2, split=2),
-        WarpTile("t16_split4", 16, warps=2, blocks=2, teams=3, slice=4, stages=24, resident=2, split=2),
-        WarpTile("t16_quarter", 16, warps=4, blocks=2, teams=2, slice=2, stages=24, resident=2, split=4),
+        WarpTile("t1", 1, warps=1, blocks=2, teams=8, slice=4, stages=16, resident=2),
+        WarpTile("t1_wide", 1, warps=2, blocks=2, teams=4, slice=4, stages=12, resident=2),
+        WarpTile("t8", 8, warps=1, blocks=2, teams=8, slice=2, stages=16, resident=2, fill_warps=2),
+        WarpTile("t8_long", 8, warps=1, blocks=2, teams=6, slice=4, stages=12, resident=2),
+        WarpTile("t8_split", 8, warps=2, blocks=2, teams=4, slice=2, stages=16, resident=2, split=2, fill_warps=2),
+        WarpTile("t8_wide", 8, warps=2, blocks=2, teams=4, slice=2, stages=16, resident=2, fill_warps=2),
+        WarpTile("t8_wide_long", 8, warps=2, blocks=2, teams=4, slice=4, stages=8, resident=2),
+        WarpTile("t8_tall", 8, warps=2, blocks=4, teams=4, slice=2, stages=8, resident=2),
+        WarpTile("t16", 16, warps=1, blocks=2, teams=8, slice=2, stages=16, resident=2),
+        WarpTile("t16_split", 16, warps=2, blocks=2, teams=4, slice=2, stages=12, resident=2, split=2),
+        WarpTile("t16_wide", 16, warps=2, blocks=2, teams=4, slice=2, stages=12, resident=2),
+        WarpTile("t16_broad", 16, warps=4, blocks=2, teams=2, slice=2, stages=8, resident=2),
     )
 
 
@@ -64,7 +58,6 @@ class WarpTile:
     correct = "sums"
     rings = 1
     fillers = 32  # threads that fill scales and zeros of a stage
-    multicast = 1
     registers = None
     direct = persistent = tail = False
 
@@ -131,10 +124,6 @@ class WarpTile:
     @property
     def cluster(self) -> int:
         """CTAs that share k."""
-        return self.split
-
-    @property
-    def cluster_size(self) -> int:
         return self.split
 
     @property

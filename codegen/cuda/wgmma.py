@@ -30,34 +30,23 @@ def tiles() -> tuple[WarpgroupTile, ...]:
 
     Up to 128 tokens the weights' bytes count: few features and a split of k give every SM a part. Beyond, products do.
     """
-    large = {"registers": (232, 40)}  # 128 sums a thread, and weights in the making
+    large = {"registers": (232, 48)}  # 128 sums a thread, and weights in the making
     return (
         WarpgroupTile("w32", 32, warpgroups=2, blocks=1, teams=2, slice=2, stages=8),
         WarpgroupTile("w32_wide", 32, warpgroups=2, blocks=2, teams=1, slice=2, stages=8),
-        WarpgroupTile("w32_split", 32, warpgroups=2, blocks=1, teams=1, slice=2, stages=8, split=2),
         WarpgroupTile("w32_narrow", 32, warpgroups=1, blocks=1, teams=2, slice=4, stages=6, split=2),
-        WarpgroupTile("w32_ahead", 32, warpgroups=2, blocks=1, teams=1, slice=2, stages=5, split=2),
         WarpgroupTile("w64", 64, warpgroups=2, blocks=1, teams=1, slice=4, stages=4),
         WarpgroupTile("w64_wide", 64, warpgroups=2, blocks=2, teams=1, slice=2, stages=6, batch=2),
-        WarpgroupTile("w64_split", 64, warpgroups=2, blocks=1, teams=2, slice=2, stages=8, split=2),
-        WarpgroupTile("w64_narrow", 64, warpgroups=1, blocks=1, teams=2, slice=4, stages=4, split=2),
-        WarpgroupTile("w64_ahead", 64, warpgroups=2, blocks=1, teams=1, slice=2, stages=4, split=2),
         WarpgroupTile("w128", 128, warpgroups=2, blocks=1, teams=1, slice=2, stages=5),
         WarpgroupTile("w128_wide", 128, warpgroups=2, blocks=2, teams=1, slice=2, stages=4, batch=2, persistent=True, **large),
         WarpgroupTile("w128_split", 128, warpgroups=2, blocks=1, teams=1, slice=2, stages=5, split=2),
-        WarpgroupTile("w128_narrow", 128, warpgroups=1, blocks=1, teams=2, slice=2, stages=4, split=2),
         WarpgroupTile("w152", 152, warpgroups=2, blocks=1, teams=1, slice=2, stages=4, persistent=True, **large),
         WarpgroupTile("w256", 256, warpgroups=2, blocks=1, teams=1, slice=2, stages=3, persistent=True, **large),
         WarpgroupTile("w64_tail", 64, warpgroups=1, blocks=1, teams=2, slice=4, stages=4, persistent=True, tail=True),
-        WarpgroupTile("w64_tail2", 64, warpgroups=2, blocks=1, teams=1, slice=4, stages=4, persistent=True, tail=True),
+        WarpgroupTile("w64_tail_wide", 64, warpgroups=2, blocks=1, teams=1, slice=4, stages=4, persistent=True, tail=True),
         WarpgroupTile("w32_tail", 32, warpgroups=1, blocks=1, teams=2, slice=4, stages=6, persistent=True, tail=True),
         WarpgroupTile("w128_tail", 128, warpgroups=2, blocks=1, teams=1, slice=2, stages=5, persistent=True, tail=True),
-        WarpgroupTile("w128_thin", 128, warpgroups=1, blocks=1, teams=1, slice=2, stages=5, multicast=2, persistent=True, tail=True),
         WarpgroupTile("w256_tail", 256, warpgroups=2, blocks=1, teams=1, slice=2, stages=3, persistent=True, tail=True, **large),
-        WarpgroupTile("w256_tails", 256, warpgroups=2, blocks=1, teams=1, slice=2, stages=3, multicast=2, persistent=True, tail=True, **large),
-        WarpgroupTile("w256_split", 256, warpgroups=2, blocks=1, teams=1, slice=2, stages=3, split=2, **large),
-        WarpgroupTile("w256_pair", 256, warpgroups=2, blocks=1, teams=1, slice=2, stages=3, multicast=2, **large),
-        WarpgroupTile("w256_pairs", 256, warpgroups=2, blocks=1, teams=1, slice=2, stages=3, multicast=2, persistent=True, **large),
     )  # fmt: skip
 
 
@@ -76,12 +65,13 @@ class WarpgroupTile:
     slice: int  # tiles of 64 along k in one stage
     stages: int
     split: int = 1  # CTAs of a cluster along k
-    multicast: int = 1  # CTAs of a cluster along features: they load their tokens for each other
     batch: int = 4  # times 16 of k whose weights are made, and multiplied, together
     resident: int = 1  # CTAs that an SM must be able to hold: a limit on registers
     registers: tuple[int, int] | None = None  # of a consumer and of a producer thread, if they are redistributed
     persistent: bool = False  # as many clusters as the GPU has room for, instead of one for every part of y
-    tail: bool = False  # a persistent kernel's last round is shared by the two CTAs of a cluster along k, if it is short
+    tail: bool = (
+        False  # a persistent kernel's last round is shared by the two CTAs of a cluster along k, if it is short
+    )
 
     correct = "weights"
     result = (0, 1, 2, 3)  # registers of eight tokens, as in `Tile.result`
@@ -96,16 +86,15 @@ class WarpgroupTile:
         assert self.stages % self.teams == 0 and self.threads <= 1024, self
         # A slot is released once the next is being multiplied.
         assert self.stages >= 2 * self.teams, self
-        assert 1 in (self.split, self.multicast) and self.tokens % (8 * self.multicast) == 0, self
         assert not self.persistent or self.split == 1, self
-        assert not self.tail or (self.persistent and self.multicast <= 2), self
+        assert not self.tail or self.persistent, self
 
     def __str__(self):
         parts = f"{self.tokens} tokens x {self.features} features, {self.warpgroups}x{self.teams} warpgroups"
         parts += f", {self.stages} stages of {64 * self.slice}"
         parts += f", {self.split} CTAs along k" if self.split > 1 else ""
-        parts += f", {self.multicast} CTAs with the same tokens" if self.multicast > 1 else ""
-        return f"{self.name}: {parts}{', persistent' if self.persistent else ''}"
+        parts += ", persistent" if self.persistent else ""
+        return f"{self.name}: {parts}{', the last round in halves' if self.tail else ''}"
 
     @property
     def direct(self) -> bool:
@@ -144,10 +133,6 @@ class WarpgroupTile:
     def cluster(self) -> int:
         """CTAs that share k, those of a tail included."""
         return 2 if self.tail else self.split
-
-    @property
-    def cluster_size(self) -> int:
-        return max(self.cluster, self.multicast)
 
     def block(self, warp, f: int):
         return (warp // 4 % self.warpgroups * self.blocks + f) * 4 + warp % 4
