@@ -30,11 +30,12 @@ from qdsl.runtime.repack import bits_of, torch_dtype
 from qdsl.runtime.timing import device_name, median_us, rotation
 from qdsl.scheme import Scheme, Tensor, Var
 
-HOPELESS = 3  # times the best: one call is enough to know
+HOPELESS = 3  # times the best: a few calls are enough to know
 SLOW = 1.25  # times the best: one sample is enough to know
 FALLEN = 10  # times the best, and
 GROWN = 1.3  # times as far behind as at the m before: not called for any larger m
-LAUNCH_US = 20  # of a single call that is no kernel's time, at most
+CALLS = 4  # few, but not one: the first after a pause takes tens of µs
+LAUNCH_US = 20  # of such a call that is no kernel's time, at most
 COPIES = 256
 SAMPLES = 7  # of a median
 LIKE_FIRST = 0.02  # relative distance of two outputs: both round weights and sums, in bf16 to 3 digits
@@ -221,7 +222,7 @@ class Trial:
         self.kernel.run_variant(name, self.x, self.copies[copy], self.y)
 
     def once_us(self, m: int, name: str) -> float:
-        """One call, checked and then timed."""
+        """A call: one is checked, then a few are timed."""
         if m != self.m:
             self._prepare(m)
         self.y.fill_(float("nan"))
@@ -233,10 +234,11 @@ class Trial:
             return (time.perf_counter() - start) * 1e6
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
-        self.call(name, len(self.copies) - 1)
+        for call in range(CALLS):
+            self.call(name, -1 - call % len(self.copies))
         end.record()
         torch.cuda.synchronize()
-        return begin.elapsed_time(end) * 1e3
+        return begin.elapsed_time(end) * 1e3 / CALLS
 
     def median_us(self, m: int, name: str, enough: float) -> float:
         assert m == self.m, "called once before"

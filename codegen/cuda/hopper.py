@@ -67,11 +67,10 @@ def lower(
                 with T.Then():
                     if tile.registers:
                         ptx("setmaxnreg.dec.sync.aligned.u32", tile.registers[1])
-                    with when(k.thread // 32 == tile.consumers // 32):
-                        with when(T.cuda.elect_sync()):
-                            cursor = Cursor(tile.stages, T.int32(0), 1)
-                            with parts.each() as part:
-                                ring.fill_boxes(part, stages, maps, cursor, *_stages_of(part))
+                    with when(k.thread // 32 == tile.consumers // 32), when(T.cuda.elect_sync()):
+                        cursor = Cursor(tile.stages, T.int32(0), 1)
+                        with parts.each() as part:
+                            ring.fill_boxes(part, stages, maps, cursor, *_stages_of(part))
                     if weight.grouped:
                         warp = k.thread // 32 - (tile.consumers // 32 + 1)
                         with when(tirx.all(warp >= 0, warp < tile.fill_warps)):

@@ -30,7 +30,7 @@ def tiles() -> tuple[WarpgroupTile, ...]:
 
     Up to 128 tokens the weights' bytes count: few features and a split of k give every SM a part. Beyond, products do.
     """
-    large = {"registers": (232, 48)}  # 128 sums a thread, and weights in the making
+    large = {"registers": (224, 56)}  # 128 sums a thread, and weights in the making
     return (
         WarpgroupTile("w32", 32, warpgroups=2, blocks=1, teams=2, slice=2, stages=8),
         WarpgroupTile("w32_wide", 32, warpgroups=2, blocks=2, teams=1, slice=2, stages=8),
@@ -84,6 +84,10 @@ class WarpgroupTile:
         # A slot belongs to one team: a team that met the slots of others could be a whole phase ahead of them, and a
         # barrier does not tell the phase after the next from the last.
         assert self.stages % self.teams == 0 and self.threads <= 1024, self
+        if self.registers:  # a consumer would wait forever for more than producers give back
+            consumer, producer = self.registers
+            launched = 65536 // self.threads // 8 * 8
+            assert consumer * self.consumers + producer * 128 <= launched * self.threads, self
         # A slot is released once the next is being multiplied.
         assert self.stages >= 2 * self.teams, self
         assert not self.persistent or self.split == 1, self
