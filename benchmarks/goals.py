@@ -75,14 +75,21 @@ def limit(m: int, best: float, floor: float) -> float | None:
 
 
 def verdicts(found: Results) -> list[Verdict]:
-    """Ours in the order f16, bf16, then by shape and M."""
+    """Ours in the order f16, bf16, then by shape and M; beside all that multiply by weights of the same scheme and group.
+
+    A peer has its scales in its own type, so the scheme's parameters may differ.
+    """
     ours = [cell for cell in found.cells if cell.contender == "qdsl"]
     order = sorted(ours, key=lambda c: (c.dtype != "f16", c.K * c.N, c.K, c.M))
     same: dict[tuple, list[Cell]] = {}
     for cell in found.cells:
         if cell.contender != "qdsl":
-            same.setdefault((cell.scheme, cell.group, cell.K, cell.N, cell.M), []).append(cell)
-    return [verdict(c, same.get((c.scheme, c.group, c.K, c.N, c.M), ())) for c in order]
+            same.setdefault(_product(cell), []).append(cell)
+    return [verdict(c, same.get(_product(c), ())) for c in order]
+
+
+def _product(cell: Cell) -> tuple:
+    return cell.scheme.partition("(")[0], cell.group, cell.K, cell.N, cell.M
 
 
 def table(found: Results) -> str:

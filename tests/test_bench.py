@@ -415,7 +415,8 @@ def synthetic(ours: float = 5.0, floor: float = 2.0, times: dict | None = None) 
         for name, us in (times or TIMES).items():
             dtype = "f16" if name.endswith("fp16") else "bf16"
             us = None if name.startswith("tinygemm") and m > 64 else us
-            cells.append(replace(CELL, dtype=dtype, M=m, contender=name, us=us, floor_us=floor))
+            scheme = f"{CELL.scheme.partition('(')[0]}(scale_type={dtype})"  # peers have scales in their own type
+            cells.append(replace(CELL, scheme=scheme, dtype=dtype, M=m, contender=name, us=us, floor_us=floor))
     return Results(META, tuple(cells))
 
 

@@ -276,7 +276,7 @@ def test_measured_tables_name_variants_that_exist(arch):
 def test_kernels_without_a_table_take_that_of_the_most_similar():
     exact = Key("f16", "f16", "u4", 128)
     assert measured.table("sm_90a", exact).key == exact
-    similar = measured.table("sm_90a", Key("f16", None, None, 64))
-    assert similar.key == Key("f16", None, None, 64)
+    similar = measured.table("sm_90a", Key("f16", "f16", "float", 128))
+    assert similar.key == Key("f16", "f16", "float", 128)
     assert similar.rows == measured.table("sm_90a", exact).rows and f"with {exact}" in similar.source
     assert measured.table("sm_80", exact) is None

@@ -137,7 +137,7 @@ def test_on_hopper_the_model_agrees_with_what_was_found_by_hand():
     _, _, table = modelled("sm_90a")
     free = table.nearest(4096, 4096).free
     meant = {1: {"t1", "h1"}, 8: {"t8", "t8_long", "h8"}, 16: {"t16", "h16"}, 32: {"w32_narrow", "w32_tail", "t16_wide"},
-             64: {"w64_tail"}, 128: {"w64_tail"}, 256: {"w128_split", "w128_tail"}, 4096: {"w256", "w256_tail", "w152"}}  # fmt: skip
+             64: {"w64_tail"}, 128: {"w64_tail"}, 256: {"w128_split", "w128_tail"}, 4096: {"w256", "w256_tail", "w152", "w128_wide"}}  # fmt: skip
     assert all(at(free, m) in names for m, names in meant.items()), free
     assert {"any"} == {name for end, name in table.spare.free if end is None}
 

@@ -212,11 +212,14 @@ def _stages(weight: Weight, tile: Cut) -> int:
 
 
 def fitted(weight: Weight, tile: Cut) -> Cut:
-    """The tile with as many stages as fit into shared memory: scales and zeros of small groups take more of it."""
+    """The tile with as many stages as fit into shared memory: scales and zeros of small groups take more of it.
+
+    At the least two for each team, even if an SM then holds fewer CTAs than the tile was made for.
+    """
     most = min(SHARED, SM_SHARED // tile.resident - RESERVED)
     while pool_bytes(weight, tile) > most and tile.stages > 2 * tile.teams:
         tile = replace(tile, stages=tile.stages - tile.teams)
-    assert pool_bytes(weight, tile) <= most, f"{tile}: needs {pool_bytes(weight, tile)} bytes of shared memory"
+    assert pool_bytes(weight, tile) <= SHARED, f"{tile}: needs {pool_bytes(weight, tile)} bytes of shared memory"
     return tile
 
 
