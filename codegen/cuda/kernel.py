@@ -14,9 +14,10 @@ from qdsl.codegen.cuda.weight import Weight
 
 if TYPE_CHECKING:
     from qdsl.codegen.cuda.tile import Tile
+    from qdsl.codegen.cuda.warp import WarpTile
     from qdsl.codegen.cuda.wgmma import WarpgroupTile
 
-Cut = TypeVar("Cut", bound="Tile | WarpgroupTile")
+Cut = TypeVar("Cut", bound="Tile | WarpTile | WarpgroupTile")
 
 
 @dataclass(frozen=True)

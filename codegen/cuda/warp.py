@@ -63,6 +63,7 @@ class WarpTile:
 
     def __post_init__(self):
         assert self.stages % self.teams == 0 and self.stages >= 2 * self.teams, f"{self}: a slot belongs to one team"
+        assert self.stages % self.fill_warps == 0, f"{self}: and is filled by one warp"
 
     def __str__(self):
         parts = f"{self.tokens} tokens x {self.features} features, {self.warps}x{self.teams} warps"
