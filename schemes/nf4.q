@@ -1,7 +1,8 @@
 scheme nf4(act: type = f16, group: dim = 64)
     "bitsandbytes NF4: a 16-entry codebook, one absmax per group of weights."
 
-# Dettmers et al., QLoRA (2023), appendix E; the table is bitsandbytes' own, in f32.
+# Dettmers et al., QLoRA (2023), appendix E; the table is bitsandbytes' own, in f32.  Its absmax may be quantized again,
+# in runs of 256 that take no notice of rows; whoever reads such a file decodes the absmax first, as bitsandbytes does.
 weight {
     code  q[n, k]          : u4
     scale s[n, k // group] : f32
