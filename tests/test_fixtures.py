@@ -1,0 +1,314 @@
+"""Weights read from checkpoints are, bit for bit, what the tools that wrote these checkpoints make of them.
+
+`data/formats` holds a slice of one layer of each format; its README says where they come from.  $QDSL_FIXTURES may name
+a folder of whole checkpoints in addition: `NAME/*.safetensors`, with the tool's own decoded weights in
+`NAME/reference_dequant.safetensors`.  A name in `READINGS` says how its file is read, and a format is read in every way
+that its schemes offer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+
+import qdsl
+from qdsl import reference
+from qdsl.dtype import F32
+from qdsl.runtime import repack
+from qdsl.scheme import Scheme
+
+DATA = Path(__file__).parent / "data"
+SLICES = {path.stem: path for path in sorted((DATA / "formats").glob("*.safetensors"))}
+FIXTURES = Path(os.environ["QDSL_FIXTURES"]) if os.environ.get("QDSL_FIXTURES") else None
+NONE = "QDSL_FIXTURES names no folder of checkpoints"
+
+
+@dataclass(frozen=True)
+class Reading:
+    """One way to read a checkpoint: a scheme, its parameters and a layout, for modules whose names match."""
+
+    scheme: str
+    layout: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+    modules: str = ""
+
+    def __str__(self) -> str:
+        return "-".join([self.scheme, self.layout, *(f"{v}" for v in self.params.values())])
+
+
+def read(scheme: str, layout: str, modules: str = "", **params: Any) -> Reading:
+    return Reading(scheme, layout, params, modules)
+
+
+def gptq(layout: str, **params: Any) -> list[Reading]:
+    """With the stored zeros and, as these are the middle code, without; the groups lie in order."""
+    return [
+        read("gptq", layout, **params),
+        read("gptq_actorder", layout, **params),
+        read("gptq_sym", "gptq", **params),
+        read("gptq_sym_actorder", "gptq", **params),
+    ]
+
+
+READINGS: dict[str, list[Reading]] = {
+    # AutoAWQ
+    "awq_g128": [read("awq4", "autoawq")],
+    "awq_g32": [read("awq4", "autoawq", group=32)],
+    "awq_gemv_g128": [read("awq4", "autoawq_gemv")],
+    "awq_moe_mixtral_g64": [read("awq4", "autoawq", group=64)],
+    # GPTQModel.  It shifts whole words of zeros, save for odd widths.
+    "gptq_moe_qwen3moe_g64": gptq("gptqmodel_v1", group=64),
+    "gptq_p_5bit_g128": [read("gptq", "gptq_planar", bits=5), read("gptq_actorder", "gptq_planar", bits=5)],
+    "gptq_v1_asym_3bit_g64": [
+        read("gptq", "gptq_v1", bits=3, group=64),
+        read("gptq_actorder", "gptq_v1", bits=3, group=64),
+    ],
+    "gptq_v1_asym_edge_8bit_g64": [read("gptq", "gptqmodel_v1", bits=8, group=64)],
+    "gptq_v1_asym_g128": [read("gptq", "gptqmodel_v1"), read("gptq_actorder", "gptqmodel_v1")],
+    "gptq_v1_dynamic": [
+        *gptq("gptqmodel_v1", modules=r"\.0\."),
+        *gptq("gptqmodel_v1", modules=r"\.1\.mlp", bits=8, group=64),
+    ],
+    "gptq_v1_sym_2bit_g64": gptq("gptqmodel_v1", bits=2, group=64),
+    "gptq_v1_sym_3bit_g128": gptq("gptq_v1", bits=3),
+    "gptq_v1_sym_8bit_g128": gptq("gptqmodel_v1", bits=8),
+    "gptq_v1_sym_g128": gptq("gptqmodel_v1"),
+    "gptq_v1_sym_g64_descact": [
+        read("gptq_actorder", "gptqmodel_v1", group=64),
+        read("gptq_actorder", "gptq_v1", group=64),
+        read("gptq_sym_actorder", "gptq", group=64),
+    ],
+    "gptq_v1_sym_g64_descact_static": gptq("gptqmodel_v1", group=64),
+    "gptq_v1_sym_gm1": gptq("gptqmodel_v1", group="k"),
+    "gptq_v2_asym_3bit_g64": [read("gptq", "gptq_v2", bits=3, group=64)],
+    "gptq_v2_sym_g128": gptq("gptq_v2"),
+    # compressed-tensors
+    "ct_fp8_block128": [read("fp8a16_block", "compressed_tensors")],
+    "ct_fp8_dynamic_channel": [read("fp8a16_channel", "compressed_tensors")],
+    "ct_fp8_static_tensor": [read("fp8a16_tensor", "compressed_tensors")],
+    "ct_int4_sym_g64": [read("gptq_sym", "int_quantized", group=64, scale_type="bf16")],
+    "ct_int8_asym_g64": [read("w8a16_asym", "compressed_tensors", group=64)],
+    "ct_int8_sym_g64": [read("w8a16_group", "compressed_tensors", group=64)],
+    "ct_int8_w8a8_dynamic": [read("w8a16", "compressed_tensors")],
+    "ct_int8_w8a8_static_asym": [read("w8a16", "compressed_tensors")],
+    "ct_mixed_w4_w8": [
+        read("w8a16", "compressed_tensors", modules="self_attn"),
+        read("gptq_sym", "pack_quantized", modules="mlp", scale_type="bf16"),
+    ],
+    "ct_mxfp4a16": [read("mxfp4", "compressed_tensors")],
+    "ct_mxfp8a16": [read("mxfp8", "compressed_tensors")],
+    "ct_nvfp4": [read("nvfp4a16", "compressed_tensors")],
+    "ct_nvfp4a16": [read("nvfp4a16", "compressed_tensors")],
+    "ct_w3a16_padded_sym_g64": [read("gptq_sym", "pack_quantized_padded", bits=3, group=64, scale_type="bf16")],
+    "ct_w3a16_sym_g128": [read("gptq_sym", "pack_quantized", bits=3, scale_type="bf16")],
+    "ct_w4a16_actorder_group_sym_g64_ct0110": [
+        read("gptq_sym_actorder", "pack_quantized", group=64, scale_type="bf16"),
+    ],
+    "ct_w4a16_actorder_weight_g64": [read("gptq_sym", "pack_quantized", group=64)],
+    "ct_w4a16_asym_g128": [read("gptq", "pack_quantized")],
+    "ct_w4a16_channel": [read("gptq_sym", "pack_quantized", group="k", scale_type="bf16")],
+    "ct_w4a16_sym_g128": [read("gptq_sym", "pack_quantized", scale_type="bf16")],
+    "ct_w4afp8": [read("gptq_sym", "int_quantized", scale_type="bf16")],
+    "ct_w5a16_padded_sym_g64": [read("gptq_sym", "pack_quantized_padded", bits=5, group=64, scale_type="bf16")],
+    "ct_w6a16_padded_sym_g64": [read("gptq_sym", "pack_quantized_padded", bits=6, group=64, scale_type="bf16")],
+    "ct_w7a16_padded_sym_g64": [read("gptq_sym", "pack_quantized_padded", bits=7, group=64, scale_type="bf16")],
+    "ct_w8a16_asym_g64": [read("gptq", "pack_quantized", bits=8, group=64, scale_type="bf16")],
+    "ct_w8a16_sym_g128": [read("gptq_sym", "pack_quantized", bits=8)],
+    # the method "fp8" of transformers, and ModelOpt
+    "fp8_block128_float": [read("fp8a16_block", "deepseek")],
+    "fp8_block128_ue8m0": [read("fp8a16_block", "deepseek", scale_type="e8m0")],
+    "mo_fp8": [read("fp8a16_tensor", "compressed_tensors")],
+    # bitsandbytes, HQQ, GGUF
+    "bnb_fp4": [read("bnb_fp4", "bitsandbytes")],
+    "bnb_int8": [read("w8a16_group", "bitsandbytes", group="k")],
+    "bnb_nf4": [read("nf4", "bitsandbytes")],
+    "bnb_nf4_dq": [read("nf4", "bitsandbytes")],
+    "gguf_q4_0": [read("q4_0", "gguf")],
+    "gguf_q4_1": [read("q4_1", "gguf")],
+    "gguf_q8_0": [read("q8_0", "gguf")],
+    "hqq_1bit_g64": [read("hqq", "hqq", bits=1)],
+    "hqq_2bit_g64": [read("hqq", "hqq", bits=2)],
+    "hqq_4bit_g64": [read("hqq", "hqq", bits=4)],
+    "hqq_8bit_g64": [read("hqq", "hqq", bits=8)],
+    # ModelSlim
+    "ms_w4a4_dynamic": [read("gptq_sym", "int_quantized", group="k", scale_type="f32")],
+    "ms_w4a4_flatquant": [read("gptq_sym", "int_quantized", group="k", scale_type="f32")],
+    "ms_w8a16_sym": [
+        read("w8a16", "compressed_tensors"),
+        read("w8a16_group", "compressed_tensors", group="k"),
+        read("w8a16_asym", "modelslim", zero_type="f32"),
+    ],
+    "ms_w8a8_dynamic": [read("w8a16", "compressed_tensors")],
+}
+# Their weights depend on tensors of the activations, or are packed as only a scheme with quantized activations knows.
+NOT_WEIGHTS_ALONE = {"ms_w4a8_dynamic", "ms_w8a8_bf16", "ms_w8a8_mix"}
+
+
+# ---- what a layout does not say ----------------------------------------------------------------------------------
+def groups_trimmed(tensors: dict[str, torch.Tensor], n: int, k: int) -> dict[str, torch.Tensor]:
+    """AutoAWQ's "gemv" stores more groups than there are."""
+    groups = -(-k // 128)
+    zeros, scales = tensors["qzeros"][:, : -(-groups // 8)], tensors["scales"][:, :groups]
+    return {**tensors, "qzeros": zeros.contiguous(), "scales": scales.contiguous()}
+
+
+def absmax_decoded(tensors: dict[str, torch.Tensor], n: int, k: int) -> dict[str, torch.Tensor]:
+    """bitsandbytes quantizes the absmax of a weight once more, in runs of 256 that take no notice of rows."""
+    state = json.loads(bytes(tensors["weight.quant_state.bitsandbytes__nf4"].tolist()))
+    codes, table = tensors["weight.absmax"].long(), tensors["weight.nested_quant_map"]
+    factors = tensors["weight.nested_absmax"].repeat_interleave(state["nested_blocksize"])[: len(codes)]
+    return {**tensors, "weight.absmax": table[codes] * factors + torch.tensor(state["nested_offset"])}
+
+
+PREPARED = {"awq_gemv_g128": groups_trimmed, "bnb_nf4_dq": absmax_decoded}
+
+
+# ---- reading -----------------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Layer:
+    """One module: its tensors by the names within it, and the weight that the tool decodes from them."""
+
+    module: str
+    tensors: dict[str, torch.Tensor]
+    weight: torch.Tensor
+
+
+def layers(name: str) -> Iterator[Layer]:
+    """Every module of a slice or a checkpoint whose decoded weight is known."""
+    path = SLICES.get(name)
+    if path is not None:
+        with safe_open(path, "pt") as file:
+            tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
+            module = (file.metadata() or {}).get("module", "")
+        weight = tensors.pop("reference")
+        yield Layer(module, tensors, weight)
+        return
+    yield from _checkpoint(DATA / name, name)
+
+
+def _checkpoint(directory: Path, name: str) -> Iterator[Layer]:
+    stored: dict[str, torch.Tensor] = {}
+    for file in sorted(directory.glob("*.safetensors")):
+        if file.name != "reference_dequant.safetensors":
+            stored |= load_file(file)
+    # AWQ's two layouts hold the same weights, and only one of them comes with a reference
+    known = directory.parent / ("awq_g128" if name == "awq_gemv_g128" else name) / "reference_dequant.safetensors"
+    for key, weight in load_file(known).items():
+        module, _, last = key.rpartition(".")
+        tensors = {part.removeprefix(f"{module}."): t for part, t in stored.items() if part.startswith(f"{module}.")}
+        if last == "weight" and not (tensors.keys() <= {"weight", "bias"} and weight.dtype == tensors["weight"].dtype):
+            yield Layer(module, tensors, weight)
+
+
+def readings(name: str, layer: Layer) -> list[Reading]:
+    return [reading for reading in READINGS[name] if re.search(reading.modules, layer.module)]
+
+
+def patterns(
+    scheme: Scheme, reading: Reading, tensors: Mapping[str, torch.Tensor], n: int, k: int
+) -> dict[str, np.ndarray]:
+    """Bit patterns of the weight's tensors; what does not fit the layout fails here, as it does when a layer loads."""
+    storage, sizes = scheme.layouts[reading.layout], {"e": 1, "m": 1, "n": n, "k": k}
+    wanted = {tensor.name: tensor for tensor in scheme.weight.loaded}
+    problems = repack.mismatches(scheme, storage, tensors, "", sizes, wanted)
+    assert not problems, "\n".join(map(str, problems))
+    bindings = [binding for binding in storage.bindings if binding.tensor in wanted]
+    return {b.tensor: repack.read(scheme, storage, b, tensors, "", sizes) for b in bindings}
+
+
+def check(name: str, layer: Layer) -> None:
+    """Every reading of a layer gives the tool's weight, in its type, and the codes are written back as they were."""
+    n, k = layer.weight.shape
+    tensors = PREPARED[name](layer.tensors, n, k) if name in PREPARED else layer.tensors
+    found = readings(name, layer)
+    assert found, f"no reading of {name} is for {layer.module}"
+    kind = repack.format_of(layer.weight.dtype)
+    assert kind is not None, "tools decode to floats that torch computes with"
+    for reading in found:
+        scheme = qdsl.load(reading.scheme, **reading.params)
+        given = patterns(scheme, reading, tensors, n, k)
+        exact = reference.decode_weight(scheme, given, n, k)
+        bits, expected = kind.encode(F32.round(exact)), repack.bits_of(layer.weight)  # tools multiply in f32
+        wrong = np.argwhere(bits != expected)
+        assert not len(wrong), f"{name}, {layer.module}, {reading}: {len(wrong)} differ, first at {wrong[0]}"
+        assert written_back(scheme, reading, given, tensors), f"{name}, {layer.module}, {reading}"
+
+
+def written_back(
+    scheme: Scheme, reading: Reading, given: Mapping[str, np.ndarray], tensors: Mapping[str, torch.Tensor]
+) -> bool:
+    """Whether writing what was read gives the stored codes; one that is narrower than its word has several spellings."""
+    storage = scheme.layouts[reading.layout]
+    written = repack.write(scheme, storage, given)
+    sources = [
+        b.source
+        for b in storage.bindings
+        if scheme.tensor(b.tensor).role == "code" and (repack.is_packed(b) or b.stored.bits == b.layout.bits)
+    ]
+    return all(np.array_equal(*(repack.bits_of(t[s]).ravel() for t in (written, tensors))) for s in sources)
+
+
+@pytest.mark.parametrize("name", ["awq_g128", "awq_gemv_g128", *SLICES])
+def test_a_slice_of_every_format(name):
+    found = list(layers(name))
+    assert found
+    for layer in found:
+        check(name, layer)
+
+
+@pytest.mark.skipif(FIXTURES is None, reason=NONE)
+@pytest.mark.parametrize("name", sorted(READINGS))
+def test_whole_checkpoints(name):
+    directory = FIXTURES / name
+    if not directory.is_dir():
+        pytest.skip(f"QDSL_FIXTURES holds no {name}")
+    found = list(_checkpoint(directory, name))
+    assert found
+    for layer in found:
+        check(name, layer)
+
+
+@pytest.mark.skipif(FIXTURES is None, reason=NONE)
+def test_no_checkpoint_is_left_out():
+    found = {path.name for path in FIXTURES.iterdir() if path.is_dir()}
+    assert found <= READINGS.keys() | NOT_WEIGHTS_ALONE
+
+
+def test_every_slice_says_who_wrote_it():
+    for name, path in SLICES.items():
+        with safe_open(path, "pt") as file:
+            assert re.search(r"\d+\.\d+", file.metadata()["writer"]), name
+            assert file.metadata()["reference"], name
+    assert sum(path.stat().st_size for path in SLICES.values()) < 400_000
+
+
+def test_zeros_that_borrow_are_in_the_data():
+    """GPTQModel subtracts from whole words: a reader that adds to each field is wrong about a zero above another of 0."""
+    (layer,) = layers("gptq_v1_asym_edge_8bit_g64")
+    n, k = layer.weight.shape
+    scheme = qdsl.load("gptq", bits=8, group=64)
+    whole, fields = (
+        patterns(scheme, read("gptq", layout), layer.tensors, n, k)["z"] for layout in ("gptqmodel_v1", "gptq_v1")
+    )
+    assert (whole == 0).any()
+    assert (whole != fields).any()
+
+
+def test_groups_out_of_order_are_in_the_data():
+    for name, index in {
+        "gptq_v1_sym_g64_descact": "g_idx",
+        "ct_w4a16_actorder_group_sym_g64_ct0110": "weight_g_idx",
+    }.items():
+        (layer,) = layers(name)
+        assert (layer.tensors[index].diff() < 0).any(), name
