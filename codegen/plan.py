@@ -35,8 +35,8 @@ class MainLoop:
         """Which tables of measured choices are about this main loop."""
         zero = scheme.tensor(self.zero).dtype if self.zero else None
         scale = str(scheme.tensor(self.scale).dtype) if self.scale else None
-        kind = None if zero is None else "float" if zero.is_float else "u4"
-        return Key(str(scheme.compute.operand), scale, kind, self.group)
+        kind = None if zero is None else "float" if zero.is_float else str(zero)
+        return Key(str(scheme.compute.operand), scale, kind, self.group, str(scheme.code.dtype))
 
     def __str__(self) -> str:
         zero = self.zero or (str(self.constant) if self.constant else "")
@@ -181,13 +181,19 @@ def _max_k(scheme: Scheme, weight: Split, activation: Split) -> int | None:
 
 
 # ---- the tensor-core main loop -----------------------------------------------------------------------------------
+# What has been verified on a GPU. The kernels for other codes and groups compile, and their decoding is tested code by code,
+# but no scheme gets them before they have run.
+VERIFIED = ("u4", "i4")
+VERIFIED_GROUPS = (16, 32)  # and multiples of 64; kernels take any multiple of 16
+
+
 def _main_loop(scheme: Scheme, weight: Split, target: Target) -> MainLoop | None:
-    """The main loop's view of the weight, or None when the equation is not `(4-bit code - zero) * scale`."""
+    """The main loop's view of the weight, or None when the equation is not `(code - zero) * scale`."""
     code = scheme.code
     operand = scheme.compute.operand
     if operand.name not in target.fragments or scheme.activations:
         return None
-    if scheme.output.dtype != operand or code.dtype.bits != 4 or not code.dtype.is_integer:
+    if scheme.output.dtype != operand or str(code.dtype) not in VERIFIED or len(code.index) != 2:
         return None
     if weight.gathered or weight.correction is not None:
         return None
@@ -197,26 +203,30 @@ def _main_loop(scheme: Scheme, weight: Split, target: Target) -> MainLoop | None
         return None
     name, constant = zero
     groups = {_group(scheme.tensor(n)) for n in (name, scale) if n}
-    if len(groups) > 1 or not all(g is None or g in (16, 32) or g % 64 == 0 for g in groups):
+    if len(groups) > 1 or not all(g is None or g in VERIFIED_GROUPS or g % 64 == 0 for g in groups):
         return None
     return MainLoop(code.name, scale or None, name or None, constant, next(iter(groups), None))
 
 
 def _zero(core: Expr, code: str, scheme: Scheme) -> tuple[str, int] | None:
-    """(loaded zero or "", constant zero) of a core `q`, `q - z` or `q - 8`."""
+    """(loaded zero or "", constant zero) of a core `q`, `q - z` or `q - 8`; zero points are for integers."""
+    kind = scheme.code.dtype
     match core:
         case Ref(name) if name == code:
             return "", 0
-        case Binary("-", Ref(name), Number(value)) if name == code and value in range(16):
-            return "", int(value)
-        case Binary("-", Ref(name), Ref(z)) if name == code:
+        case Binary("-", Ref(name), Number(value)) if name == code and kind.is_integer:
+            return ("", int(value)) if value in range(1 << kind.bits) else None
+        case Binary("-", Ref(name), Ref(z)) if name == code and kind.is_integer:
             tensor = scheme.tensor(z)
             held = tensor.dtype.name in ("f16", "bf16", "f32") or (
-                tensor.dtype.kind == "uint" and tensor.dtype.bits == 4
+                tensor.dtype.kind == "uint" and tensor.dtype.bits == kind.bits
             )
             return (z, 0) if held and _features_and_groups(tensor) else None
         case _:
             return None
+
+
+SCALES = ("f16", "bf16", "f32")  # of groups; kernels know e4m3, e5m2 and e8m0 as well
 
 
 def _grouped_scale(fold: Expr | None, scheme: Scheme) -> str | None:
@@ -225,7 +235,7 @@ def _grouped_scale(fold: Expr | None, scheme: Scheme) -> str | None:
         return ""
     if isinstance(fold, Ref):
         tensor = scheme.tensor(fold.name)
-        if tensor.dtype.name in ("f16", "bf16", "f32") and _features_and_groups(tensor):
+        if tensor.dtype.name in SCALES and _features_and_groups(tensor):
             return fold.name
     return None
 
@@ -274,7 +284,7 @@ def _layout(t: Tensor, scheme: Scheme, fragment: bool) -> Layout:
     """
     if t.index and t.index[0] == Var("n") and t.role not in ("bias", "residual"):
         if t == scheme.code:
-            return _fragment_codes(t) if fragment else _vector_codes(t)
+            return fragment_codes(len(t.index), t.dtype.bits) if fragment else _vector_codes(t)
         if fragment:
             return _fragment_rows(t)
         return _vector_rows(t, vector_features(scheme.code.dtype))
@@ -284,14 +294,25 @@ def _layout(t: Tensor, scheme: Scheme, fragment: bool) -> Layout:
     return plain(len(t.index), t.dtype.bits, word)
 
 
-def _fragment_codes(t: Tensor) -> Layout:
-    """The A fragment of m16n8k16: n = r:2 c:8, k = h:2 t:4 p:2.  A lane is (c t) and loads four k-steps s, 16 bytes."""
+def fragment_codes(rank: int, bits: int) -> Layout:
+    """The A fragment of m16n8k16: n = r:2 c:8, k = h:2 t:4 p:2.  A lane is (c t) and has four k-steps s = 2 u + v.
+
+    The two codes of a register, p, are 16 bits apart in a word. Codes that are no power of two wide lie in planes; those
+    of 8 bits have the steps 0 and 1 of all lanes, then 2 and 3, so that 16 bytes of a lane lie together.
+    """
+    assert rank == 2, "codes are [n, k]"
+    steps = (Digit("s", 4),) if bits == 4 else (Digit("u", 2), Digit("v", 2))
     dims = (
         (Digit("o"), Digit("r", 2), Digit("c", 8)),
-        (Digit("i"), Digit("s", 4), Digit("h", 2), Digit("t", 4), Digit("p", 2)),
+        (Digit("i"), *steps, Digit("h", 2), Digit("t", 4), Digit("p", 2)),
     )
-    word = Run((Lane("p"), Lane("h"), Lane("r")))  # p slowest: the two halves of a register are 16 bits apart
-    return Layout(dims, (Axis(("o",)), Axis(("i",)), Axis(("c", "t")), Axis(("s",), (word,))), t.dtype.bits, 32)
+    outer = (Axis(("o",)), Axis(("i",)), Axis(("u", "c", "t") if bits == 8 else ("c", "t")))
+    places = {8: ("vh", "pr"), 4: ("s" if bits == 4 else "uv", "phr"), 2: ("u", "pvhr"), 1: ("", "puvhr")}
+    if bits in places:
+        words, lanes = places[bits]
+        return Layout(dims, (*outer, Axis(tuple(words), (Run(tuple(map(Lane, lanes))),))), bits, 32)
+    runs = tuple(Run(tuple(map(Lane, "".join(places[part[1]]))), part) for part in planes(bits))
+    return Layout(dims, (*outer, Axis((), runs)), bits, 32)
 
 
 def _fragment_rows(t: Tensor) -> Layout:

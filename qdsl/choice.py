@@ -23,16 +23,23 @@ Limits = tuple[tuple[int | None, str], ...]  # (m_max, variant) by rising m_max;
 
 @dataclass(frozen=True)
 class Key:
-    """What makes main loops differ in speed: the types of the multiplier, the scale and the zero, and the group."""
+    """What makes main loops differ in speed: the types of the multiplier, the scale, the zero and the code, and the group."""
 
     compute: str
     scale: str | None
     zero: str | None
     group: int | None  # None: all of k is one group
+    code: str = "u4"
 
     def __str__(self) -> str:
         loaded = [f"{name} {kind}" for name, kind in (("scale", self.scale), ("zero", self.zero)) if kind]
-        return ", ".join([self.compute, *loaded, "one group" if self.group is None else f"groups of {self.group}"])
+        return ", ".join(
+            [
+                f"{self.code} in {self.compute}",
+                *loaded,
+                "one group" if self.group is None else f"groups of {self.group}",
+            ]
+        )
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,7 @@ def test_a_file_of_tables_comes_back(given):
 
 def test_a_table_prints_its_choices():
     assert str(TABLE) == (
-        "by hand: f16, scale f16, zero u4, groups of 128; K x N:\n"
+        "by hand: u4 in f16, scale f16, zero u4, groups of 128; K x N:\n"
         "  4096x4096: one to m = 1, few to 16, fast to 128, then huge; one order: huge\n"
         "  4096x8192: huge; one order: few to m = 16, then many\n"
         "  where K is none that those kernels take: one to m = 1, then many; one order: few to m = 16, then many"
@@ -260,7 +260,7 @@ def test_problems_are_named():
 def weight_of(key: Key) -> Weight:
     """A weight of these kernels: constants and signs make no difference to speed."""
     names = {None: None, "f16": "float16", "bf16": "bfloat16", "f32": "float32", "u4": "u4", "float": "float16"}
-    return Weight(names[key.compute], 0 if key.zero else 8, names[key.zero], names[key.scale], key.group, False)
+    return Weight(names[key.compute], 0 if key.zero else 8, names[key.zero], names[key.scale], key.group)
 
 
 @pytest.mark.parametrize("arch", [arch for arch in GPUS if measured.tables(arch)])

@@ -14,8 +14,8 @@ from qdsl.codegen.target import GPUS, target
 from qdsl.manifest import Variant
 
 KEY = Key("f16", "f16", "u4", 128)
-F16 = Weight("float16", 0, "u4", "float16", 128, False)
-BF16 = Weight("bfloat16", 0, "u4", "float16", 128, False)
+F16 = Weight("float16", 0, "u4", "float16", 128)
+BF16 = Weight("bfloat16", 0, "u4", "float16", 128)
 MEASURED = [  # on an H200, f16, in chains: variant, m, n, k, µs
     ("h1", 1, 4096, 4096, 4.3),
     ("h8", 2, 28672, 8192, 33.6),

@@ -9,11 +9,15 @@ from qdsl.codegen.cuda import hopper, host, mma, warp, wgmma
 from qdsl.codegen.cuda.candidates import candidates
 from qdsl.codegen.cuda.weight import Weight
 from qdsl.codegen.target import target
+from qdsl.dtype import dtype
 
-AWQ = Weight("float16", 0, "u4", "float16", 128, False)
-MIXED = Weight("bfloat16", 0, "u4", "float16", 128, False)
-SYMMETRIC = Weight("bfloat16", 8, None, "float32", None, False)
-AWKWARD = Weight("float16", 0, "float32", "float32", 16, False)  # the most bytes of scales and zeros
+AWQ = Weight("float16", 0, "u4", "float16", 128)
+MIXED = Weight("bfloat16", 0, "u4", "float16", 128)
+SYMMETRIC = Weight("bfloat16", 8, None, "float32", None)
+AWKWARD = Weight("float16", 0, "float32", "float32", 16)  # the most bytes of scales and zeros
+INT8 = Weight("bfloat16", 0, None, None, None, dtype("i8"))
+NVFP4 = Weight("bfloat16", 0, None, "e4m3", 16, dtype("e2m1"))
+FIVE = Weight("float16", 0, "u5", "float16", 64, dtype("u5"))
 
 
 def plain(acc, m, n, buffers):
@@ -23,8 +27,16 @@ def plain(acc, m, n, buffers):
 @pytest.mark.skipif(nvcc() is None, reason="needs nvcc, or its wheels")
 @pytest.mark.parametrize(
     ("arch", "weight"),
-    [("sm_80", AWQ), ("sm_90a", AWQ), ("sm_90a", SYMMETRIC), ("sm_90a", MIXED)],
-    ids=["sm_80", "sm_90a", "symmetric", "mixed"],
+    [
+        ("sm_80", AWQ),
+        ("sm_90a", AWQ),
+        ("sm_90a", SYMMETRIC),
+        ("sm_90a", MIXED),
+        ("sm_90a", INT8),
+        ("sm_90a", NVFP4),
+        ("sm_80", FIVE),
+    ],
+    ids=["sm_80", "sm_90a", "symmetric", "mixed", "int8", "nvfp4", "five"],
 )
 def test_nothing_spills_and_no_wgmma_waits_for_the_compiler(arch, weight, tmp_path):
     """Run with -s to read the registers. ptxas warns where it waits after every wgmma, which costs half the speed."""

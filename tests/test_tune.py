@@ -20,7 +20,7 @@ from qdsl.codegen.target import target
 from qdsl.runtime import QuantLinear, tune
 from qdsl.runtime import artifact as artifact_module
 
-WEIGHT = Weight("float16", 0, "u4", "float16", 128, False)
+WEIGHT = Weight("float16", 0, "u4", "float16", 128)
 
 
 # ---- exploring ---------------------------------------------------------------------------------------------------

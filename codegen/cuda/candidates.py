@@ -36,12 +36,12 @@ class Candidate:
 
 
 def candidates(target: Target, weight: Weight) -> tuple[Candidate, ...]:
-    """Every kernel for a weight on a target, by rising number of tokens."""
+    """Every kernel for a weight on a target, by rising number of tokens; without those whose stages have no room."""
     if target.arch != "sm_90a":
         return tuple(_mma(target, weight, tile, SHARED) for tile in mma.tiles())
     any_k = [_mma(target, weight, tile, hopper.SHARED) for tile in mma.hopper_tiles()]
-    few, many = ([_hopper(weight, tile) for tile in tiles] for tiles in (warp.tiles(), wgmma.tiles()))
-    return (*any_k[:-1], *few, *many, any_k[-1])
+    fed = (_hopper(weight, tile) for tile in (*warp.tiles(), *wgmma.tiles()))
+    return (*any_k[:-1], *(kernel for kernel in fed if kernel is not None), any_k[-1])
 
 
 def _mma(target: Target, weight: Weight, tile: Tile, shared: int) -> Candidate:
@@ -67,11 +67,13 @@ def _mma(target: Target, weight: Weight, tile: Tile, shared: int) -> Candidate:
     return Candidate(tile.name, lower, work, Stage(weight, small).order)
 
 
-def _hopper(weight: Weight, tile: warp.WarpTile | wgmma.WarpgroupTile) -> Candidate:
+def _hopper(weight: Weight, tile: warp.WarpTile | wgmma.WarpgroupTile) -> Candidate | None:
     def lower(name: str, extra, epilogue) -> tirx.PrimFunc:
         return hopper.lower(name, weight, tile, extra, epilogue)
 
     small, few = hopper.fitted(weight, tile), isinstance(tile, warp.WarpTile)
+    if small is None:
+        return None
     work = Work(
         tokens=tile.tokens,
         features=tile.features,

@@ -9,10 +9,13 @@ from __future__ import annotations
 
 from tvm.tirx.script import builder as T
 
+from qdsl.codegen.cuda import decode
 from qdsl.codegen.cuda.builder import assign, ptx
-from qdsl.codegen.cuda.fragments import biased, mma
+from qdsl.codegen.cuda.decode import emit
+from qdsl.codegen.cuda.fragments import mma
 from qdsl.codegen.cuda.kernel import Kernel
 from qdsl.codegen.cuda.stage import group_bytes
+from qdsl.codegen.cuda.weight import INTEGERS, Weight
 
 
 class SumStep:
@@ -20,8 +23,8 @@ class SumStep:
 
         acc += scale * (sum - (bias + factor * zero) * row_sum)
 
-    One more mma, with ones as A, gives row_sum, the sum of x. Registers 1 and 3, features c + 8, may hold 16
-    times their values (Weight.factor); that factor is divided out of the partial sums, exactly.
+    One more mma, with ones as A, gives row_sum, the sum of x, unless there is nothing to take off. Codes may be multiplied
+    by a power of two (Weight.factor); that factor is divided out of the partial sums, exactly.
     """
 
     def __init__(self, k: Kernel):
@@ -30,8 +33,10 @@ class SumStep:
         self.sums = T.alloc_local([4 * features * tokens], "float32")
         self.row_sums = T.alloc_local([4 * tokens], "float32")
         self.a = T.alloc_local([4], "uint32")
+        self.other = _spare(self.weight)
         self.scale = T.alloc_local([2 * features], "float32")
         self.shift = T.alloc_local([2 * features], "float32")
+        self.shifted = self.weight.zero is not None or any(self.weight.offset(r) for r in range(2))
         self.start = True
 
     def begin(self, views, slot, step: int):
@@ -41,8 +46,9 @@ class SumStep:
             if self.weight.scale:
                 for r, value in enumerate(_floats(self.weight.scale, words["scale"])):
                     assign(self.scale, 2 * f + r, value)
-            for r, value in enumerate(self._shifts(words.get("zero"))):
-                assign(self.shift, 2 * f + r, value)
+            if self.shifted:
+                for r, value in enumerate(self._shifts(words.get("zero"))):
+                    assign(self.shift, 2 * f + r, value)
 
     @property
     def ones(self) -> list:
@@ -52,7 +58,7 @@ class SumStep:
     def _shifts(self, words):
         weight = self.weight
         factors = [weight.factor(r) for r in range(2)]
-        constants = [weight.half.bias + factor * weight.offset for factor in factors]
+        constants = [weight.offset(r) for r in range(2)]
         if words is None:
             return [T.float32(constant) for constant in constants]
         if weight.zero != "u4":
@@ -63,15 +69,15 @@ class SumStep:
         floats = [T.reinterpret("float32", n | T.uint32(0x4B000000)) for n in (words[0] & T.uint32(15), upper)]
         return [floats[r] + T.float32(constants[r] - 2**23) for r in range(2)]
 
-    def multiply(self, acc, f: int, word, operands):
+    def multiply(self, acc, f: int, words, step: int, operands):
         for register in range(4):
-            biased(self.weight, word, register, self.a[register])
+            emit(self.weight.decoded(step, register), words, self.a[register], self.other[0])
         a = [self.a[register] for register in range(4)]
         operands = operands[: self.tile.token_tiles]
         for j, b in enumerate(operands):
             mma(self.weight, self.sums, 4 * (f * len(operands) + j), a, b, self.start)
         if f == self.tile.feature_tiles - 1:
-            for j, b in enumerate(operands):
+            for j, b in enumerate(operands if self.shifted else ()):
                 mma(self.weight, self.row_sums, 4 * j, self.ones, b, self.start)
             self.start = False
 
@@ -81,7 +87,9 @@ class SumStep:
             for j in range(tokens):
                 for i in self.tile.result:
                     at, r = 4 * (f * tokens + j) + i, 2 * f + i // 2
-                    value = self.sums[at] - self.shift[r] * self.row_sums[4 * j + i % 2]
+                    value = self.sums[at]
+                    if self.shifted:
+                        value = value - self.shift[r] * self.row_sums[4 * j + i % 2]
                     assign(acc, at, acc[at] + (self.scale[r] * value if self.weight.scale else value))
 
 
@@ -96,6 +104,7 @@ class WeightStep:
         self.packed = self.weight.arithmetic != "floats"
         dtype = "uint32" if self.packed else "float32"
         self.a = T.alloc_local([4], "uint32")
+        self.other = _spare(self.weight)
         self.scale = T.alloc_local([2 * self.tile.feature_tiles], dtype)
         self.shift = T.alloc_local([2 * self.tile.feature_tiles], dtype)
         if self.weight.arithmetic == "split":
@@ -117,20 +126,36 @@ class WeightStep:
 
         From bias / factor upwards halves are equidistant in value and in bits: integers are added to bits.
         """
-        half, offset = self.weight.half, self.weight.offset
+        weight, half = self.weight, self.weight.half
         for r in range(2):
-            shrink = 4 if self.weight.factor(r) == 16 else 0
-            bits = 0x8000 + half.magic - (shrink << 10) + (offset << shrink)
-            shift = T.uint32(bits * 0x10001)
-            if self.weight.zero:
-                nibble = words["zero"][0] & T.uint32(15) if r == 0 else words["zero"][0] >> T.uint32(4)
-                shift = ((nibble << T.uint32(shrink)) + T.uint32(bits)) * T.uint32(0x10001)
-            assign(self.shift, 2 * f + r, shift)
-            if self.weight.arithmetic == "split":
+            way, zero = weight.decoded(0, r), None
+            if weight.zero:
+                zero = _integers(weight.zero, words["zero"])[r]
+            if way.bias:
+                shrink = int(way.factor).bit_length() - 1
+                above = int(weight.offset(r)) - (1 << half.mantissa)
+                bits = 0x8000 + half.power(half.mantissa - shrink) + above
+                shift = T.uint32(bits * 0x10001)
+                if zero is not None:
+                    shift = ((zero << T.uint32(shrink)) + T.uint32(bits)) * T.uint32(0x10001)
+                assign(self.shift, 2 * f + r, shift)
+            elif zero is not None:
+                value = T.float32(-weight.bias) - T.cast(zero, "float32")
+                ptx(f"cvt.rn.{half.ptx}x2.f32", self.shift[2 * f + r], value, value)
+            else:
+                assign(
+                    self.shift,
+                    2 * f + r,
+                    T.uint32((decode.bits(half, -weight.bias) if weight.bias else 0x8000) * 0x10001),
+                )
+            if weight.arithmetic == "split":
                 self._split(2 * f + r, _floats("float16", words["scale"])[r])
-            elif self.weight.scale:
+            elif weight.scale == weight.compute:
                 word = words["scale"][0]
                 ptx("prmt.b32", self.scale[2 * f + r], word, word, T.uint32(0x3232 if r else 0x1010))
+            elif weight.scale:
+                value = _floats(weight.scale, words["scale"])[r]
+                ptx(f"cvt.rn.{half.ptx}x2.f32", self.scale[2 * f + r], value, value)
 
     def _split(self, at: int, scale):
         """The scale as a sum of two bf16 numbers, each as a packed pair."""
@@ -138,45 +163,62 @@ class WeightStep:
         rest = scale - T.reinterpret("float32", self.scale[at] & T.uint32(0xFFFF0000))
         ptx("cvt.rn.bf16x2.f32", self.scale_low[at], rest, rest)
 
-    def weights(self, f: int, word, a):
-        """a = the A fragment in `word` of feature tile f, as finished weights."""
+    def weights(self, f: int, words, step: int, a):
+        """a = the A fragment of a step out of the lane's words of feature tile f, as finished weights."""
         for register in range(4):
-            (self._packed_pair if self.packed else self._float_pair)(f, word, register, a[register])
+            (self._packed_pair if self.packed else self._float_pair)(f, words, step, register, a[register])
 
-    def multiply(self, acc, f: int, word, operands):
+    def multiply(self, acc, f: int, words, step: int, operands):
         a = [self.a[register] for register in range(4)]
-        self.weights(f, word, a)
+        self.weights(f, words, step, a)
         operands = operands[: self.tile.token_tiles]
         for j, b in enumerate(operands):
             mma(self.weight, acc, 4 * (f * len(operands) + j), a, b, start=False)
 
-    def _packed_pair(self, f: int, word, register: int, out):
+    def _packed_pair(self, f: int, words, step: int, register: int, out):
         half, r = self.weight.half, 2 * f + register % 2
-        shrink = 4 if self.weight.factor(register) == 16 else 0
-        fma, inverse = f"fma.rn.{half.ptx}x2", T.uint32((half.one - (shrink << 10)) * 0x10001)
-        biased(self.weight, word, register, out)
-        ptx(fma, out, out, inverse, self.shift[r])
+        way = self.weight.decoded(step, register)
+        fma, inverse = f"fma.rn.{half.ptx}x2", T.uint32(decode.bits(half, 1 / way.factor) * 0x10001)
+        emit(way, words, out, self.other[0])
         nothing = T.uint32(0x80008000)  # -0
+        if way.factor != 1 or self.weight.offset(register % 2) or self.weight.zero:
+            ptx(fma, out, out, inverse, self.shift[r])
         if self.weight.arithmetic == "split":
             ptx(fma, self.low[0], out, self.scale_low[r], nothing)
             ptx(fma, out, out, self.scale[r], self.low[0])
         elif self.weight.scale:
             ptx(fma, out, out, self.scale[r], nothing)
 
-    def _float_pair(self, f: int, word, register: int, out):
-        r, flip = 2 * f + register % 2, 8 if self.weight.signed else 0
-        values = []
-        for p in range(2):
-            nibble = (word >> T.uint32(16 * p + 4 * register)) & T.uint32(15)
-            value = T.reinterpret("float32", nibble ^ T.uint32(0x4B000000 + flip))
-            value = value - T.float32(2**23 + self.weight.offset)
+    def _float_pair(self, f: int, words, step: int, register: int, out):
+        r, values = 2 * f + register % 2, []
+        for value in self._codes(words, step, register):
             if self.weight.zero:
                 value = value - self.shift[r]
             values.append(value * self.scale[r] if self.weight.scale else value)
         ptx(f"cvt.rn.{self.weight.half.ptx}x2.f32", out, values[1], values[0])
 
+    def _codes(self, words, step: int, register: int) -> list:
+        """Both codes of a register less the constant zero point, in float32."""
+        weight, code = self.weight, self.weight.code
+        if code.is_integer:  # put into the mantissa of 2^23, whose unit is 1
+            sign = 1 << code.bits - 1 if code.kind == "int" else 0
+            found = []
+            for p in range(2):
+                number = decode.integer(code, words, step, register, p)
+                value = T.reinterpret("float32", number ^ T.uint32(0x4B000000 + sign))
+                found.append(value - T.float32(2**23 + sign + weight.bias))
+            return found
+        way, pair = weight.decoded(step, register), T.alloc_local([1], "uint32")
+        emit(way, words, pair[0], None)
+        return [value * T.float32(1 / way.factor) for value in _floats(weight.compute, [pair[0]])]
+
     def end(self, acc):
         pass
+
+
+def _spare(weight: Weight):
+    """A register for codes that are decoded as two floats."""
+    return T.alloc_local([1], "uint32") if weight.decoded(0, 0).sums[1:] else [None]
 
 
 def _load_groups(k: Kernel, views, slot, f: int, step) -> dict[str, list]:
@@ -188,18 +230,46 @@ def _load_groups(k: Kernel, views, slot, f: int, step) -> dict[str, list]:
         at = k.lane // 4 * (group_bytes(dtype) // 8)
         address = views[role].ptr(slot, k.block(f), step, at)
         loaded[role] = [words[i] for i in range(count)]
-        load = "u8" if dtype == "u4" else "v2.b32" if count == 2 else "b32"
+        load = {8: "u8", 16: "u16", 32: "b32", 64: "v2.b32"}[group_bytes(dtype)]
         ptx(f"ld.shared.{load}", *loaded[role], address)
     return loaded
 
 
 def _floats(dtype: str, words) -> list:
     """Loaded words -> the float32 values of features c and c + 8."""
-    if dtype == "u4":
-        return [T.cast(nibble, "float32") for nibble in (words[0] & T.uint32(15), words[0] >> T.uint32(4))]
+    if dtype in INTEGERS:
+        return [T.cast(number, "float32") for number in _integers(dtype, words)]
+    if dtype in ("e4m3", "e5m2", "e8m0"):
+        return [_small_float(dtype, byte) for byte in _integers("u8", words)]
     if dtype == "float32":
         return [T.reinterpret("float32", word) for word in words]
     low, high = words[0] & T.uint32(0xFFFF), words[0] >> T.uint32(16)
     if dtype == "bfloat16":
         return [T.reinterpret("float32", half << T.uint32(16)) for half in (low, high)]
     return [T.cast(T.reinterpret("float16", T.cast(half, "uint16")), "float32") for half in (low, high)]
+
+
+def _integers(dtype: str, words) -> list:
+    """Loaded words -> the integers of features c and c + 8: two nibbles or two bytes."""
+    bits = 4 if dtype == "u4" else 8
+    return [words[0] & T.uint32((1 << bits) - 1), words[0] >> T.uint32(bits)]
+
+
+def _small_float(dtype: str, byte):
+    """A byte -> its float32 value; every code, NaN included."""
+    if dtype == "e8m0":  # 2^(byte - 127): an exponent, but for the smallest, which is subnormal, and for NaN
+        power = byte << T.uint32(23)
+        bits = T.if_then_else(
+            byte == T.uint32(0),
+            T.uint32(0x00400000),
+            T.if_then_else(byte == T.uint32(255), T.uint32(0x7FFFFFFF), power),
+        )
+        return T.reinterpret("float32", bits)
+    if dtype == "e5m2":  # the upper half of an f16
+        return T.cast(T.reinterpret("float16", T.cast(byte << T.uint32(8), "uint16")), "float32")
+    # e4m3: exponent and mantissa in their places in an f16 make 2^-8 of it; the code of all ones is NaN.
+    bits = (byte & T.uint32(0x80)) << T.uint32(8) | (byte & T.uint32(0x7F)) << T.uint32(7)
+    value = T.cast(T.reinterpret("float16", T.cast(bits, "uint16")), "float32") * T.float32(256)
+    return T.if_then_else(
+        (byte & T.uint32(0x7F)) == T.uint32(0x7F), T.reinterpret("float32", T.uint32(0x7FFFFFFF)), value
+    )

@@ -13,7 +13,8 @@ The codes are stored as these registers, so a lane's codes for 16 features by 64
                                                              p  1   1   1   1   0   0   0   0
                                                       register  3   2   1   0   3   2   1   0
 
-and one mask takes both 16-bit halves of a register out of a word. Scales are [o, k // group, c, r]; zeros
+and one mask takes both 16-bit halves of a register out of a word. That is for codes of 4 bits; `decode` has the others.
+Scales are [o, k // group, c, r]; zeros
 likewise, or as nibbles r of the bytes [o, k // group, c].
 """
 
@@ -22,19 +23,24 @@ from __future__ import annotations
 from tvm.tirx.script import builder as T
 
 from qdsl.codegen.cuda.builder import ptx
+from qdsl.codegen.cuda.decode import words_of
 from qdsl.codegen.cuda.kernel import Kernel
 from qdsl.codegen.cuda.weight import Weight
 
 
 def load_codes(k: Kernel, view, slot, i):
-    """The lane's words of k tile i: four per feature tile."""
-    words = []
+    """The lane's words of k tile i, for every feature tile (`decode.words_of`)."""
+    lots, (lanes, count) = [], words_of(k.weight.code.bits)
+    width = next(w for w in (4, 2, 1) if count % w == 0)
+    load = f"ld.shared.v{width}.b32" if width > 1 else "ld.shared.b32"
     for f in range(k.tile.feature_tiles):
-        registers = T.alloc_local([4], "uint32")
-        address = view.ptr(slot, k.block(f), i, k.lane, 0)
-        words.append([registers[s] for s in range(4)])
-        ptx("ld.shared.v4.b32", *words[-1], address)
-    return words
+        registers = T.alloc_local([lanes // 32 * count], "uint32")
+        lots.append([registers[j] for j in range(lanes // 32 * count)])
+        for lot in range(lanes // 32):
+            for j in range(0, count, width):
+                lane = k.lane + 32 * lot if lot else k.lane
+                ptx(load, *lots[-1][lot * count + j :][:width], view.ptr(slot, k.block(f), i, lane, j))
+    return lots
 
 
 def load_tokens(k: Kernel, view, slot, first, s: int, loaded):
@@ -58,16 +64,6 @@ def load_tokens(k: Kernel, view, slot, first, s: int, loaded):
         ptx("ldmatrix.sync.aligned.m8n8.x4.shared.b16", *(b[i] for i in range(4)), address)
         pairs += [(b[0], b[1]), (b[2], b[3])]
     return pairs
-
-
-def biased(weight: Weight, word, register: int, out):
-    """out = register 0..3 of the A fragment in `word`: both halves are bias + factor * q."""
-    taken = 4 if weight.factor(register) > 1 else 0
-    shift = 4 * register - taken
-    pattern = weight.half.magic ^ (8 << taken if weight.signed else 0)
-    shifted = word >> T.uint32(shift) if shift else word
-    mask = (0xF << taken) * 0x10001
-    ptx("lop3.b32", out, shifted, T.uint32(mask), T.uint32(pattern * 0x10001), 0x6A)  # (a & b) ^ c
 
 
 def mma(weight: Weight, d, first: int, a, b, start: bool):

@@ -46,12 +46,14 @@ def lower(
     epilogue: Epilogue = lambda acc, m, n, buffers: acc,
 ) -> tirx.PrimFunc:
     """The kernel (x, q, [s], [z], *extra, y) for k a multiple of 8; x and y have the type `weight.compute`."""
-    tile = fitted(weight, tile)
+    small = fitted(weight, tile)
+    assert small is not None, f"{tile}: needs {pool_bytes(weight, tile)} bytes of shared memory"
+    tile = small
     with IRBuilder() as builder, T.prim_func(False, False, False):
         T.func_name(name)
         T.func_attr({"global_symbol": name, "tirx.noalias": True})
         own, others = mma.declare(weight, tile, extra, weight.compute)
-        maps, sms = ring.tensor_maps(own, tile), tirx.Var("sms", "int32")
+        maps, sms = ring.tensor_maps(own, weight, tile), tirx.Var("sms", "int32")
         if tile.persistent:
             T.Bind(tirx.call_extern("int32", MULTIPROCESSORS), var=sms)
         T.device_entry()
@@ -211,16 +213,15 @@ def _stages(weight: Weight, tile: Cut) -> int:
     return tile.stages * Stage(weight, tile).offset()
 
 
-def fitted(weight: Weight, tile: Cut) -> Cut:
-    """The tile with as many stages as fit into shared memory: scales and zeros of small groups take more of it.
+def fitted(weight: Weight, tile: Cut) -> Cut | None:
+    """The tile with as many stages as fit into shared memory: wide codes, scales and zeros of small groups take more of it.
 
-    At the least two for each team, even if an SM then holds fewer CTAs than the tile was made for.
+    At the least two for each team, even if an SM then holds fewer CTAs than the tile was made for; None if not even those.
     """
     most = min(SHARED, SM_SHARED // tile.resident - RESERVED)
     while pool_bytes(weight, tile) > most and tile.stages > 2 * tile.teams:
         tile = replace(tile, stages=tile.stages - tile.teams)
-    assert pool_bytes(weight, tile) <= SHARED, f"{tile}: needs {pool_bytes(weight, tile)} bytes of shared memory"
-    return tile
+    return tile if pool_bytes(weight, tile) <= SHARED else None
 
 
 def order(weight: Weight, tile: Cut) -> str | None:

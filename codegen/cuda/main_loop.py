@@ -25,15 +25,13 @@ def lower(plan: Plan) -> dict[str, tirx.PrimFunc]:
 
 def weight_of(scheme: Scheme, loop: MainLoop) -> Weight:
     """The main loop's weight as kernels know it."""
-    code, zero = scheme.code.dtype, scheme.tensor(loop.zero).dtype if loop.zero else None
-    return Weight(
-        compute=storage(scheme.compute.operand),
-        bias=loop.constant,
-        zero=None if zero is None else "u4" if zero.bits == 4 else storage(zero),
-        scale=storage(scheme.tensor(loop.scale).dtype) if loop.scale else None,
-        group=loop.group,
-        signed=code.kind == "int",
-    )
+
+    def loaded(name: str | None) -> str | None:
+        kind = scheme.tensor(name).dtype if name else None
+        return None if kind is None else str(kind) if kind.bits <= 8 else storage(kind)
+
+    compute, code = storage(scheme.compute.operand), scheme.code.dtype
+    return Weight(compute, loop.constant, loaded(loop.zero), loaded(loop.scale), loop.group, code)
 
 
 def _extra(plan: Plan, name: str) -> mma.Extra:

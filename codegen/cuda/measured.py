@@ -8,6 +8,7 @@ from dataclasses import replace
 from importlib import resources
 
 from qdsl.choice import Key, Table, tables_from_json
+from qdsl.dtype import dtype
 
 
 @functools.cache
@@ -18,8 +19,9 @@ def tables(arch: str) -> tuple[Table, ...]:
 
 
 def table(arch: str, key: Key) -> Table | None:
-    """The table of these kernels or else of the most similar that were measured; None where nothing was."""
-    found = min(tables(arch), key=lambda t: _difference(t.key, key), default=None)
+    """The table of these kernels, or else of the most similar with codes as wide that were measured; None without one."""
+    alike = [t for t in tables(arch) if dtype(t.key.code).bits == dtype(key.code).bits]
+    found = min(alike, key=lambda t: _difference(t.key, key), default=None)
     if found is None or found.key == key:
         return found
     return replace(found, source=f"{found.source} with {found.key}", key=key)
@@ -28,4 +30,10 @@ def table(arch: str, key: Key) -> Table | None:
 def _difference(a: Key, b: Key) -> tuple:
     """How unlike two kinds of kernels are: first the multiplier's type, then how weights are decoded, then the group."""
     groups = [math.log2(key.group or 1 << 20) for key in (a, b)]
-    return a.compute != b.compute, (a.scale != b.scale) + (a.zero != b.zero), abs(groups[0] - groups[1])
+    kinds = [dtype(key.code).kind for key in (a, b)]
+    return (
+        a.compute != b.compute,
+        kinds[0] != kinds[1],
+        (a.scale != b.scale) + (a.zero != b.zero),
+        abs(groups[0] - groups[1]),
+    )

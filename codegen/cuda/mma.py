@@ -1,4 +1,4 @@
-"""Tensor-core linear layers with 4-bit weights and 16-bit compute: Weight, Tile -> tirx PrimFunc.
+"""Tensor-core linear layers with weights of up to 8 bits and 16-bit compute: Weight, Tile -> tirx PrimFunc.
 
     y[m, n] = epilogue(sum over k of x[m, k] * (q[n, k] - zero[n, k // group]) * scale[n, k // group])
 
@@ -28,12 +28,13 @@ from tvm.tirx.script import builder as T
 from qdsl.codegen.cuda import overlap
 from qdsl.codegen.cuda.builder import assign, ceildiv, ptx, register, when, zeros
 from qdsl.codegen.cuda.correct import SumStep, WeightStep
+from qdsl.codegen.cuda.decode import words_of
 from qdsl.codegen.cuda.fragments import load_codes, load_tokens
 from qdsl.codegen.cuda.kernel import Kernel
 from qdsl.codegen.cuda.reduce import Epilogue, reduce, store_partials
 from qdsl.codegen.cuda.stage import SHARED, FillCodes, FillGroups, FillTokens, Stage, declare_views, fitted, pool_bytes
 from qdsl.codegen.cuda.tile import Tile
-from qdsl.codegen.cuda.weight import Weight
+from qdsl.codegen.cuda.weight import BYTES, Weight
 
 Extra = tuple[str, Callable, str]  # name, (M, N, K) -> shape, dtype
 
@@ -98,10 +99,11 @@ def declare(weight, tile, extra, output):
     groups = ceildiv(K, weight.group) if weight.group else 1
     shapes = {
         "x": ((M, K), weight.compute),
-        "q": ((ceildiv(N, 16), ceildiv(K, 64), 32, 4), "uint32"),
+        "q": ((ceildiv(N, 16), ceildiv(K, 64), *words_of(weight.code.bits)), "uint32"),
     }
     for role, dtype in weight.grouped.items():
-        tail, dtype = ((8,), "uint8") if dtype == "u4" else ((8, 2), dtype)
+        tail = (8,) if dtype == "u4" else (8, 2)
+        dtype = "uint8" if BYTES.get(dtype, 1) == 1 else dtype
         shapes[role] = ((ceildiv(N, 16), groups, *tail), dtype)
     own = [(role[0] if role in weight.grouped else role, *shape) for role, shape in shapes.items()]
     others = [(name, shape(M, N, K), dtype) for name, shape, dtype in extra]
@@ -229,6 +231,6 @@ def multiply_tiles(k: Kernel, views, acc, slot, steps, first, count: int):
         if 16 * now % stage.step == 0:
             steps.begin(views, slot, first * 64 // stage.step + 16 * now // stage.step)
         for f in range(k.tile.feature_tiles):
-            steps.multiply(acc, f, codes[now // 4][f][now % 4], tokens[now])
+            steps.multiply(acc, f, codes[now // 4][f], now % 4, tokens[now])
         if 16 * (now + 1) % stage.step == 0:
             steps.end(acc)

@@ -39,7 +39,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from qdsl.choice import TOKENS, Key, Limits, Table, Times, merged, table_of
-from qdsl.codegen.cuda.weight import Weight
+from qdsl.codegen.cuda.weight import BYTES, Weight
 from qdsl.codegen.target import Gpu
 from qdsl.manifest import Variant
 
@@ -94,8 +94,8 @@ class Work:
 
 
 def bits_per_weight(weight: Weight) -> float:
-    sizes = {None: 0, "u4": 4, "float16": 16, "bfloat16": 16, "float32": 32}
-    return 4 + (sizes[weight.scale] + sizes[weight.zero]) / (weight.group or 4096)
+    grouped = sum(4 if kind == "u4" else 8 * BYTES[kind] for kind in weight.grouped.values())
+    return weight.code.bits + grouped / (weight.group or 4096)
 
 
 def seconds(work: Work, weight: Weight, gpu: Gpu, m: int, n: int, k: int) -> float:

@@ -15,20 +15,27 @@ from tvm.tirx.script import builder as T
 from qdsl.codegen.cuda.builder import assign, ptx, register, when
 from qdsl.codegen.cuda.kernel import Kernel
 from qdsl.codegen.cuda.stage import READ_ONCE, FillGroups, View, declare_views, evict_first
+from qdsl.codegen.cuda.weight import Weight
 
 ROW = 128  # bytes of 64 numbers of a token in shared memory: the width of the swizzle that wgmma reads
 
 
-def tensor_maps(buffers, tile) -> dict:
+def tensor_maps(buffers, weight: Weight, tile) -> dict:
     """The TMA descriptors of x and q, made on the host at every launch; what lies outside of a tensor is read as zeros.
 
     Of x, boxes of 64 numbers of the tokens, swizzled as wgmma wants it, or all of a stage of a single token; of q, the
     stored blocks.
     """
     (M, K), (blocks, tiles, *_) = buffers["x"].shape, buffers["q"].shape
+    words = 32 * weight.code.bits  # of 16 features by 64 of k
     shapes = {
         "x": ((K, M), (K * 2,), *_tokens_box(tile, M)),
-        "q": ((T.int64(128), tiles, blocks), (T.int64(512), tiles * 512), (128, tile.slice, tile.features // 16), 0),
+        "q": (
+            (T.int64(words), tiles, blocks),
+            (T.int64(4 * words), tiles * (4 * words)),
+            (words, tile.slice, tile.features // 16),
+            0,
+        ),
     }
     maps = {}
     for name, (extents, strides, box, swizzle) in shapes.items():
@@ -127,7 +134,7 @@ def fill_boxes(k: Kernel, ring: Ring, maps, cursor: Cursor, begin, end):
     hint, policy = (".L2::cache_hint", [evict_first()]) if tile.tokens <= READ_ONCE else ("", [])
     load = "cp.async.bulk.tensor.{}d.shared::cluster.global.mbarrier::complete_tx::bytes"
     rows = tirx.min(k.M, tile.tokens)
-    box = T.cast(tile.slice * (tile.features // 16 * 512 + rows * ROW), "uint32")
+    box = T.cast(tile.slice * (tile.features // 16 * 128 * k.weight.code.bits + rows * ROW), "uint32")
     with T.serial(begin, end, unroll=False) as i:
         slot, first = cursor.slot, i * tile.slice
         T.evaluate(T.cuda.mbarrier_wait(ring.empty(slot), cursor.phase))

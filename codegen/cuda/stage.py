@@ -14,6 +14,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from qdsl.codegen.cuda.builder import assign, ceildiv, ptx, register, wide
+from qdsl.codegen.cuda.decode import words_of
 from qdsl.codegen.cuda.kernel import Kernel
 from qdsl.codegen.cuda.tile import Tile
 from qdsl.codegen.cuda.weight import BYTES, Weight
@@ -66,7 +67,7 @@ class Stage:
         blocks = tile.features // 16
         shapes = {
             "x": (tile.x_shape, self.weight.compute),
-            "q": ((blocks, tile.slice, 32, 4), "uint32"),
+            "q": ((blocks, tile.slice, *words_of(self.weight.code.bits)), "uint32"),
         }
         for role, dtype in self.weight.grouped.items():
             shapes[role] = ((blocks, self.steps, group_bytes(dtype)), "uint8")
@@ -144,15 +145,16 @@ def declare_views(k: Kernel, base=None) -> dict[str, View]:
 
 
 class FillCodes:
-    """16-byte pieces, one per lane of a block: a block is 16 features by 64 of k."""
+    """16-byte pieces of blocks, 16 features by 64 of k: a warp takes a block, a lane every 32nd piece."""
 
     def __init__(self, k: Kernel, view, first):
         self.k, self.view = k, view
         warp = k.team_thread // 32
         self.f, self.i = warp // k.tile.slice, warp % k.tile.slice
         self.position = register("int32", first)
+        self.words = 32 * k.weight.code.bits  # of a block
         block = wide(k.o0 + self.f) * self._row() + wide(first + self.i)
-        self.offset = register("int64", block * 128 + wide(k.lane * 4))
+        self.offset = register("int64", block * self.words + wide(k.lane * 4))
         self.policy = evict_first() if k.tile.tokens <= READ_ONCE else None
 
     def _row(self):
@@ -169,17 +171,21 @@ class FillCodes:
     def _start(self, slot, whole: bool):
         k, tile = self.k, self.k.tile
         warps, blocks = tile.team_threads // 32, tile.features // 16 * tile.slice
-        exists = None if warps <= blocks else k.team_thread < 32 * blocks
+        lots, rest = divmod(self.words // 4, 32)
         for n in range(-(-blocks // warps)):
             f, i = divmod(n * warps, tile.slice)
-            source = k.q.ptr_to([0, 0, 0, self.offset[0] + (f * self._row() + i) * 128])
             inside = tirx.all(k.o0 + self.f + f < k.o_tiles, self.position[0] + self.i + i < k.k_tiles)
-            target = self.view.ptr(slot, self.f + f, self.i + i, k.lane, 0)
-            _copy(target, source, 16, None if whole else inside, exists, self.policy)
+            for lot in range(lots + (rest > 0)):
+                source = k.q.ptr_to([0, 0, 0, self.offset[0] + ((f * self._row() + i) * self.words + 128 * lot)])
+                exists = None if warps <= blocks else k.team_thread < 32 * blocks
+                if lot == lots:
+                    exists = k.lane < rest if exists is None else tirx.all(exists, k.lane < rest)
+                target = self.view.ptr(slot, self.f + f, self.i + i, 0, k.lane * 4 + 128 * lot)
+                _copy(target, source, 16, None if whole else inside, exists, self.policy)
 
     def advance(self, tiles: int):
         assign(self.position, 0, self.position[0] + tiles)
-        assign(self.offset, 0, self.offset[0] + tiles * 128)
+        assign(self.offset, 0, self.offset[0] + tiles * self.words)
 
 
 class FillGroups:

@@ -1,31 +1,17 @@
-"""How a 4-bit code becomes a weight, and the 16-bit float types that do it with bit tricks."""
+"""What a kernel needs to know of a weight: how its codes, scales and zeros are stored, and how they become a weight."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}
+from qdsl.codegen.cuda import decode
+from qdsl.codegen.cuda.decode import HALVES, Decoded, Half
+from qdsl.dtype import DType, dtype
 
-
-@dataclass(frozen=True)
-class Half:
-    """What the main loop needs to know about a 16-bit float type.
-
-    A nibble or-ed into the bits of `bias` is the number bias + q. If the mantissa is wide enough, the nibble
-    above is taken without a shift, as bias + 16 q: `wide` is 16 then, otherwise 1.
-    """
-
-    ptx: str
-    one: int  # bits of 1.0
-    magic: int  # bits of `bias`
-    bias: int
-    wide: int
-
-
-HALVES = {
-    "float16": Half("f16", 0x3C00, 0x6400, 1024, 16),
-    "bfloat16": Half("bf16", 0x3F80, 0x4300, 128, 1),
-}
+U4 = dtype("u4")
+INTEGERS = tuple(f"u{bits}" for bits in range(1, 9))
+FLOATS = {"float16": 2, "bfloat16": 2, "float32": 4, "e4m3": 1, "e5m2": 1, "e8m0": 1}  # bytes
+BYTES = {**FLOATS, **dict.fromkeys(INTEGERS, 1)}  # of a number by itself; two u4 share one
 
 
 @dataclass(frozen=True)
@@ -34,45 +20,63 @@ class Weight:
 
     compute: str  # "float16" or "bfloat16": type of x and of the multiplier
     bias: int  # constant zero point; 8 for symmetric u4, 0 if there is none
-    zero: str | None  # type of the loaded zero: "u4" (two in a byte) or a float; None: there is none
+    zero: str | None  # type of the loaded zero: "u1" .. "u8" or a 16-bit or 32-bit float; None: there is none
     scale: str | None  # type of the loaded scale; None: there is none, or the epilogue applies it
-    group: int | None  # extent of a group: 16, 32 or a multiple of 64; None: all of K is one group
-    signed: bool  # codes are two's complement
+    group: int | None  # extent of a group: a multiple of 16; None: all of K is one group
+    code: DType = U4
 
     def __post_init__(self):
         assert self.compute in HALVES, f"no 16-bit multiplier for {self.compute}"
-        assert self.zero in (None, "u4", *BYTES) and self.scale in (None, *BYTES), self
-        assert self.group is None or self.group in (16, 32) or self.group % 64 == 0, f"group {self.group}"
-        assert 0 <= self.offset <= 48, f"bias {self.bias} leaves the exact range of the bit trick"
+        assert self.zero in (None, *INTEGERS, "float16", "bfloat16", "float32"), self
+        assert self.scale in (None, *FLOATS), self
+        assert self.group is None or self.group % 16 == 0, f"group {self.group}"
+        assert self.code.bits <= 8 and (self.code.is_integer or not (self.bias or self.zero)), self
+        assert self.bias >= 0 and all(self._shifts_exactly(r) for r in range(2)), (
+            f"{self} needs more bits than its floats have"
+        )
 
     @property
     def half(self) -> Half:
         return HALVES[self.compute]
 
+    def decoded(self, step: int, register: int) -> Decoded:
+        """How two codes become floats: registers 0 .. 3 of a step of 16 of k."""
+        return decode.decoded(self.code, self.half, step, register)
+
+    def factor(self, r: int) -> float:
+        """What a code of feature c + 8 r is multiplied by where it is a float."""
+        return decode.factor(self.code, self.half, r)
+
+    def offset(self, r: int) -> float:
+        """What such a float is for a weight of zero, if there is no loaded zero."""
+        return self.decoded(0, r).bias + self.factor(r) * self.bias
+
     @property
-    def offset(self) -> int:
-        """The constant zero point of a nibble read as unsigned. Flipping bit 3 of an i4 code adds 8 to it."""
-        return self.bias + 8 * self.signed
+    def largest_zero(self) -> int:
+        return self.bias + ((1 << int(self.zero[1:])) - 1 if self.zero in INTEGERS else 0)
+
+    def _shifts_exactly(self, r: int) -> bool:
+        """Whether what is taken off a decoded code has the unit of the code."""
+        way = self.decoded(0, r)
+        return way.bias + way.factor * self.largest_zero <= 2 << self.half.mantissa
 
     @property
     def arithmetic(self) -> str:
         """How q - zero, which is exact, becomes a finished weight, rounded once.
 
-        packed  in pairs of 16 bits, times a scale of that type
+        packed  in pairs of 16 bits, times a scale of that type, or of one whose values that type has
         split   the same with an f16 scale in bf16: as the sum of two bf16 numbers, which it is exactly. The lower has
                 3 bits, q - zero no more than 5, so their product is exact, too, and is added before the one rounding
         floats  in float32
         """
-        if self.zero not in (None, "u4"):
+        if self.zero not in (None, *INTEGERS):
             return "floats"
-        if self.scale in (None, self.compute):
+        held = {"float16": ("float16", "e4m3", "e5m2"), "bfloat16": ("bfloat16", "e4m3", "e5m2", "e8m0")}
+        if self.scale is None or self.scale in held[self.compute]:
             return "packed"
-        small = self.offset + 15 * (self.zero is not None) < 32
+        largest = self.largest_zero + (8 if self.code.kind == "int" else 0)
+        small = self.code.is_integer and self.code.bits <= 4 and largest < 32
         return "split" if (self.compute, self.scale) == ("bfloat16", "float16") and small else "floats"
-
-    def factor(self, register: int) -> int:
-        """What q is multiplied by in a register of the A fragment (see Half)."""
-        return self.half.wide if register % 2 else 1
 
     @property
     def grouped(self) -> dict[str, str]:

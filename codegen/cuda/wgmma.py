@@ -20,6 +20,7 @@ from tvm.tirx.script import builder as T
 
 from qdsl.codegen.cuda.builder import assign, ptx, register, when
 from qdsl.codegen.cuda.correct import WeightStep
+from qdsl.codegen.cuda.fragments import load_codes
 from qdsl.codegen.cuda.kernel import Kernel
 from qdsl.codegen.cuda.ring import ROW, Cursor, Ring
 from qdsl.codegen.cuda.stage import Stage
@@ -190,11 +191,11 @@ class Consumer:
                 steps = range(b * tile.batch, (b + 1) * tile.batch)
                 for j in steps:
                     if j % 4 == 0:
-                        codes[j // 4] = self._load_codes(j // 4)
+                        codes[j // 4] = load_codes(self.k, self.ring.views["q"], cursor.slot, j // 4)
                     if 16 * j % stage.step == 0:
                         self.steps.begin(self.ring.views, cursor.slot, 16 * j // stage.step)
                     for f in range(tile.blocks):
-                        self.steps.weights(f, codes[j // 4][f][j % 4], self._fragment(j, f))
+                        self.steps.weights(f, codes[j // 4][f], j % 4, self._fragment(j, f))
                 ptx("wgmma.fence.sync.aligned")
                 for j in steps:
                     for f in range(tile.blocks):
@@ -215,16 +216,6 @@ class Consumer:
         """Registers of the A fragment for times j of block f."""
         first = 4 * (j % (2 * self.tile.batch) * self.tile.blocks + f)
         return [self.fragments[first + r] for r in range(4)]
-
-    def _load_codes(self, i: int) -> list:
-        """By block, the lane's four words of k tile i of the stage."""
-        k, words = self.k, []
-        for f in range(self.tile.blocks):
-            registers = T.alloc_local([4], "uint32")
-            words.append([registers[s] for s in range(4)])
-            address = self.ring.views["q"].ptr(self.cursor.slot, k.block(f), i, k.lane, 0)
-            ptx("ld.shared.v4.b32", *words[-1], address)
-        return words
 
     def _issue(self, j: int, f: int, add):
         half, width = self.k.weight.half.ptx, self.width

@@ -1,0 +1,264 @@
+"""Stored codes -> pairs of 16-bit floats, with a few instructions for two codes at a time, exactly.
+
+A lane has 32 codes of 16 features by 64 of k, two for each of 4 x 4 registers of A fragments (`fragments`). A code of 8, 4,
+2 or 1 bits is stored as it is; any other in planes of these widths, 5 = 4 + 1 and 7 = 4 + 2 + 1, so that no bit is wasted
+and every word holds whole fields. The two codes of a register are 16 bits apart:
+
+    code of 5 bits        plane of 4 bits, a word for every step        plane of 1 bit, one word
+    b4 b3 b2 b1 b0        [ reg 3 | reg 2 | reg 1 | reg 0 ] x 2         [ step 3 .. step 0, reg 3 .. reg 0 of each ] x 2
+
+and so one shift and one mask take a field of both out of a word (`Field`), and put it where the float wants it:
+
+    integer    or-ed into the mantissa of a power of two, whose unit is 1: the float is that power, `bias`, plus the code. If
+               the mantissa has room for it, register r = 1 is taken by the shift of r = 0, as `factor` times the code
+    float      sign, exponent and mantissa in their places: exponents count from another bias then, so that the float is
+               `factor` times the code, subnormal codes included
+    8 bits in bf16, whose mantissa has 7: two floats of four bits each, added
+
+`Decoded` is one such way: it prints, `evaluate` says what the instructions give, and `emit` writes them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from tvm.tirx.script import builder as T
+
+from qdsl.codegen.cuda.builder import ptx
+from qdsl.dtype import DType
+
+
+@dataclass(frozen=True)
+class Half:
+    """A 16-bit float type of the multiplier: its name in PTX, and its bits."""
+
+    ptx: str
+    mantissa: int
+    exponent_bias: int
+
+    @property
+    def one(self) -> int:
+        return self.power(0)
+
+    def power(self, n: int) -> int:
+        """The bits of 2^n."""
+        return n + self.exponent_bias << self.mantissa
+
+    def values(self, bits: np.ndarray) -> np.ndarray:
+        """The values of 16-bit patterns, in float64."""
+        if self.ptx == "f16":
+            return bits.astype(np.uint16).view(np.float16).astype(np.float64)
+        return (bits.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+
+
+HALVES = {"float16": Half("f16", 10, 15), "bfloat16": Half("bf16", 7, 127)}
+
+
+def planes(bits: int) -> tuple[int, ...]:
+    """A width as a sum of powers of two, the lowest bits of a code first."""
+    return tuple(width for width in (8, 4, 2, 1) if bits & width)
+
+
+def words_of(bits: int) -> tuple[int, int]:
+    """How a k tile of 64 is stored: lanes, and words of each. Codes of 8 bits have two lots of four words, for a lane loads
+    no more than 16 bytes at once, and neighbours side by side."""
+    return (64, 4) if bits == 8 else (32, bits)
+
+
+@dataclass(frozen=True)
+class Field:
+    """Some bits of both codes of a register: (word >> shift) & mask; a negative shift is to the left."""
+
+    word: int
+    shift: int
+    mask: int  # of one half
+
+    def __str__(self) -> str:
+        moved = f" >> {self.shift}" if self.shift > 0 else f" << {-self.shift}" if self.shift else ""
+        return f"word {self.word}{moved} & {self.mask:#06x}"
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A pair of floats: bits that are the same in both, and fields that are put among them."""
+
+    pattern: int  # of one half
+    fields: tuple[Field, ...]
+
+    def __str__(self) -> str:
+        return " ^ ".join([f"{self.pattern:#06x}", *(f"({field})" for field in self.fields)])
+
+
+@dataclass(frozen=True)
+class Decoded:
+    """Both codes of a register as floats: bias + factor * code.
+
+    sums      one float, or two that are added, `added` to the second first
+    scaled    the float is multiplied by 2 to this power
+    """
+
+    half: Half
+    sums: tuple[Sum, ...]
+    bias: float
+    factor: float
+    added: float = 0.0
+    scaled: int = 0
+
+    def __str__(self) -> str:
+        text = str(self.sums[0])
+        if len(self.sums) > 1:
+            text = f"({self.sums[1]}) + {self.added:g} + ({text})"
+        return f"{text}{f' * 2^{self.scaled}' if self.scaled else ''} = {self.bias:g} + {self.factor:g} q"
+
+    def evaluate(self, words: np.ndarray) -> np.ndarray:
+        """The two floats, [..., 2], of words [..., lane's words]: what the instructions give."""
+        found = [self._floats(one, words) for one in self.sums]
+        value = found[0] if len(found) == 1 else _rounded(self.half, found[1] + self.added) + found[0]
+        with np.errstate(invalid="ignore"):  # what stands for infinities and NaN
+            return _rounded(self.half, _rounded(self.half, value) * 2.0**self.scaled)
+
+    def _floats(self, one: Sum, words: np.ndarray) -> np.ndarray:
+        bits = np.full(words.shape[:-1], one.pattern * 0x10001, np.uint32)
+        for field in one.fields:
+            word = words[..., field.word].astype(np.uint32)
+            moved = word >> np.uint32(field.shift) if field.shift >= 0 else word << np.uint32(-field.shift)
+            bits = bits ^ (moved & np.uint32(field.mask * 0x10001))
+        return np.stack([self.half.values(bits & np.uint32(0xFFFF)), self.half.values(bits >> np.uint32(16))], -1)
+
+
+def _rounded(half: Half, values: np.ndarray) -> np.ndarray:
+    if half.ptx == "f16":
+        return values.astype(np.float16).astype(np.float64)
+    import ml_dtypes
+
+    return values.astype(ml_dtypes.bfloat16).astype(np.float64)
+
+
+def decoded(code: DType, half: Half, step: int, register: int) -> Decoded:
+    """How register 0 .. 3 of a step is made of the lane's words."""
+    parts = _parts(code.bits, step, register)
+    if code.is_float:
+        return _float(code, half, parts)
+    if code.bits > half.mantissa:
+        return _two_nibbles(code, half, parts)
+    taken = _shared_shift(code, half) * (register % 2)
+    sign = 1 << code.bits - 1 if code.kind == "int" else 0
+    fields = tuple(_placed(part, part.low + taken) for part in parts)
+    bias = 1 << half.mantissa
+    pattern = half.power(half.mantissa) ^ sign << taken
+    return Decoded(half, (Sum(pattern, fields),), bias + float(sign << taken), float(1 << taken))
+
+
+def factor(code: DType, half: Half, r: int) -> float:
+    """What a code of feature c + 8 r is multiplied by, in every step."""
+    return decoded(code, half, 0, r).factor
+
+
+@dataclass(frozen=True)
+class _Part:
+    """A plane's field of a code: bits low .. low + width of it, from bit `offset` of both halves of a word."""
+
+    word: int
+    offset: int
+    low: int
+    width: int
+
+
+def _parts(bits: int, step: int, register: int) -> tuple[_Part, ...]:
+    found, first, low = [], 0, 0
+    for width in planes(bits):
+        at = (4 * step + register) * width
+        found.append(_Part(first + at // 16, at % 16, low, width))
+        first, low = first + width, low + width
+    return tuple(found)
+
+
+def _placed(part: _Part, position: int, low: int = 0, width: int | None = None) -> Field:
+    """Bits low .. low + width of the part, from bit `position` of the half on."""
+    mask = (1 << (width or part.width)) - 1 << position
+    return Field(part.word, part.offset + low - position, mask)
+
+
+def _shared_shift(code: DType, half: Half) -> int:
+    """By how many bits the code of r = 1 may stay higher than that of r = 0: then both are taken by one shift."""
+    width = planes(code.bits)[0]
+    return width if width == code.bits and 2 * width <= half.mantissa else 0
+
+
+def _two_nibbles(code: DType, half: Half, parts: tuple[_Part, ...]) -> Decoded:
+    """An 8-bit integer as low + 16 high, each beside a power of two, which are taken off on the way."""
+    (part,) = parts
+    sign = 8 if code.kind == "int" else 0
+    low = Sum(half.power(half.mantissa), (_placed(part, 0, 0, 4),))
+    high = Sum(half.power(half.mantissa + 4) ^ sign, (_placed(part, 0, 4, 4),))
+    away = (1 << half.mantissa) + (1 << half.mantissa + 4) + 16 * sign
+    return Decoded(half, (low, high), 0.0, 1.0, added=-float(away))
+
+
+def _float(code: DType, half: Half, parts: tuple[_Part, ...]) -> Decoded:
+    """Exponent and mantissa side by side, so that the lowest bit of the exponent is in its place, and the sign on top."""
+    magnitude, position = code.bits - code.signed, half.mantissa - code.mantissa
+    fields = []
+    for part in parts:
+        width = min(part.low + part.width, magnitude) - part.low
+        if width > 0:
+            fields.append(_placed(part, position + part.low, 0, width))
+        if code.signed and part.low + part.width > magnitude:
+            fields.append(_placed(part, 15, magnitude - part.low, 1))
+    merged: dict[tuple[int, int], int] = {}
+    for field in fields:
+        merged[field.word, field.shift] = merged.get((field.word, field.shift), 0) | field.mask
+    fields = [Field(*place, mask) for place, mask in merged.items()]
+    power = code.bias - half.exponent_bias
+    scaled = -power if half.ptx == "bf16" else 0  # so small a number would be lost in a sum
+    return Decoded(half, (Sum(0, tuple(fields)),), 0.0, 2.0 ** (power + scaled), scaled=scaled)
+
+
+def emit(way: Decoded, words, out, other=None):
+    """out = the pair of floats; `other`: a register for the second of two."""
+    for one, target in zip(way.sums, (out, other)):
+        before = T.uint32(one.pattern * 0x10001)
+        for field in one.fields:
+            word = words[field.word]
+            shifted = (
+                word >> T.uint32(field.shift)
+                if field.shift > 0
+                else word << T.uint32(-field.shift)
+                if field.shift
+                else word
+            )
+            ptx("lop3.b32", target, shifted, T.uint32(field.mask * 0x10001), before, 0x6A)  # (a & b) ^ c
+            before = target
+    half = way.half
+    if len(way.sums) > 1:
+        ptx(
+            f"fma.rn.{half.ptx}x2",
+            other,
+            other,
+            T.uint32(half.one * 0x10001),
+            T.uint32(bits(half, way.added) * 0x10001),
+        )
+        ptx(f"fma.rn.{half.ptx}x2", out, out, T.uint32(half.one * 0x10001), other)
+    if way.scaled:
+        ptx(f"fma.rn.{half.ptx}x2", out, out, T.uint32(half.power(way.scaled) * 0x10001), T.uint32(0x80008000))
+
+
+def integer(code: DType, words, step: int, register: int, p: int):
+    """Code p = 0, 1 of a register as an unsigned integer of its bits."""
+    number = None
+    for part in _parts(code.bits, step, register):
+        field = (words[part.word] >> T.uint32(part.offset + 16 * p)) & T.uint32((1 << part.width) - 1)
+        field = field << T.uint32(part.low) if part.low else field
+        number = field if number is None else number | field
+    return number
+
+
+def bits(half: Half, value: float) -> int:
+    """The bits of a value that the type holds exactly."""
+    if half.ptx == "f16":
+        found = int(np.float16(value).view(np.uint16))
+    else:
+        found = int(np.float32(value).view(np.uint32)) >> 16
+    assert half.values(np.array([found]))[0] == value, f"{value} is no {half.ptx} number"
+    return found
