@@ -80,6 +80,10 @@ def open_function(plan: Plan, name: str, args: tuple[str, ...]) -> Iterator[tupl
     """Open a PrimFunc with one buffer for each argument."""
     scheme = plan.scheme
     sizes = {a: tirx.Var(a.upper(), "int64") for a in ("m", "n", "k")}
+    width = sizes["n"]  # of y
+    if scheme.output.half:  # y has a feature for several of the weight
+        width = tirx.Var("J", "int64")
+        sizes["n"] = width * i64(scheme.output.half[1])
     own = Parameters(plan, sizes, {})
     out = storage(scheme.output.dtype)
     with IRBuilder() as builder, T.prim_func(False, plan.target.kind == "cpu", False):
@@ -88,7 +92,7 @@ def open_function(plan: Plan, name: str, args: tuple[str, ...]) -> Iterator[tupl
         handles = {arg: IRBuilder.name(f"{arg}_handle", T.arg(arg, T.handle())) for arg in args}
         for arg, handle in handles.items():
             if arg in ("x", "y"):
-                shape, dtype = (sizes["m"], sizes["k" if arg == "x" else "n"]), out
+                shape, dtype = (sizes["m"], sizes["k"] if arg == "x" else width), out
             else:
                 tensor = scheme.tensor(arg)
                 shape, dtype = buffer_shape(own, tensor)

@@ -135,8 +135,12 @@ def _refuse_unsupported(scheme: Scheme, target: Target) -> None:
         refuse("a stack of experts (index `e`)", scheme.code.span)
     if scheme.phases:
         refuse("a scheme with named activation phases", scheme.activations[0].operand.tensors[0].span)
-    if scheme.output.half:
-        refuse("an output that halves n", scheme.code.span)
+    for t in scheme.output.tensors:
+        if scheme.output.half and Var("n") in t.index:
+            refuse(
+                f"`{t.name}`, which has a value for every feature of the weight, in an output with a part of them,",
+                t.span,
+            )
     for activation in scheme.activations:
         if activation.transforms:
             refuse("a transform of x", activation.transforms[0].value.span)
@@ -193,7 +197,7 @@ def _main_loop(scheme: Scheme, weight: Split, target: Target) -> MainLoop | None
     operand = scheme.compute.operand
     if operand.name not in target.fragments or scheme.activations:
         return None
-    if scheme.output.dtype != operand or str(code.dtype) not in VERIFIED or len(code.index) != 2:
+    if scheme.output.dtype != operand or scheme.output.half or str(code.dtype) not in VERIFIED or len(code.index) != 2:
         return None
     if weight.gathered or weight.correction is not None:
         return None

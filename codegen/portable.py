@@ -15,7 +15,7 @@ nothing left to schedule.  The CPU keeps 16 features of a block in the lanes of 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from tvm import tirx
@@ -57,22 +57,36 @@ class _Linear:
 
 
 def _linear(plan: Plan, args: tuple[str, ...]) -> tirx.PrimFunc:
-    cpu = plan.target.kind == "cpu"
     with open_function(plan, "linear", args) as (builder, own):
-        m, n = own.sizes["m"], own.sizes["n"]
-        lanes = vector_features(plan.scheme.code.dtype) if cpu else 1
-        blocks = T.floordiv(n + i64(lanes - 1), i64(lanes)) if cpu else n
-        row_blocks = T.floordiv(m + i64(ROWS - 1), i64(ROWS)) if cpu else T.truncdiv(m + i64(ROWS - 1), i64(ROWS))
+        lanes = vector_features(plan.scheme.code.dtype) if plan.target.kind == "cpu" else 1
         sums = plan.accumulate.name.replace("i32", "int32").replace("f32", "float32")
         state = _Linear(plan, own, lanes, {}, sums if sums in ("int32", "float32") else "float32")
-        with each(plan, blocks if cpu else row_blocks * n) as i:
-            state.tables = _tables(plan)
-            if cpu:
-                with T.serial(i64(0), row_blocks) as rows:
-                    _tile(state, rows * i64(ROWS), i * i64(lanes))
-            else:
-                _tile(state, T.truncdiv(i, n) * i64(ROWS), T.truncmod(i, n))
+        width = own.buffers["y"].shape[1]
+        if plan.scheme.output.half is None or lanes == 1:
+            _features(state, width)
+        else:  # blocks of the second part begin where blocks of the weight do, or else there are no blocks
+            with T.If(T.truncmod(width, i64(lanes)) == i64(0)):
+                with T.Then():
+                    _features(state, width)
+                with T.Else():
+                    _features(replace(state, lanes=1), width)
     return builder.get()
+
+
+def _features(s: _Linear, width: tirx.Expr) -> None:
+    """All of y: a block of its features and all tokens are a piece of work on a CPU, a feature and a few tokens on a GPU."""
+    plan, m, lanes = s.plan, s.own.sizes["m"], s.lanes
+    if plan.target.kind == "cpu":
+        row_blocks = T.floordiv(m + i64(ROWS - 1), i64(ROWS))
+        with each(plan, T.floordiv(width + i64(lanes - 1), i64(lanes))) as i:
+            s.tables = _tables(plan)
+            with T.serial(i64(0), row_blocks) as rows:
+                _tile(s, rows * i64(ROWS), i * i64(lanes))
+    else:
+        row_blocks = T.truncdiv(m + i64(ROWS - 1), i64(ROWS))
+        with each(plan, row_blocks * width) as i:
+            s.tables = _tables(plan)
+            _tile(s, T.truncdiv(i, width) * i64(ROWS), T.truncmod(i, width))
 
 
 def _tables(plan: Plan) -> dict[Expr, tirx.Buffer]:
@@ -110,7 +124,15 @@ def _operands(plan: Plan) -> list[tuple[tuple[Tensor, ...], Expr]]:
 
 
 def _tile(s: _Linear, row: tirx.Expr, feature: tirx.Expr) -> None:
-    """ROWS tokens by one block of features."""
+    """ROWS tokens by one block of features, or by one of every part of them (`half`)."""
+    parts = s.plan.scheme.output.half[1] if s.plan.scheme.output.half else 1
+    width = s.own.buffers["y"].shape[1]
+    sums = [_sums(s, row, feature + i64(part) * width if part else feature) for part in range(parts)]
+    _epilogue(s, row, feature, sums)
+
+
+def _sums(s: _Linear, row: tirx.Expr, feature: tirx.Expr) -> tirx.Buffer:
+    """The finished sums of ROWS tokens by one block of the weight's features."""
     plan, k = s.plan, s.own.sizes["k"]
     acc = local((ROWS, s.lanes), "float32")
     for r in range(ROWS):
@@ -121,7 +143,7 @@ def _tile(s: _Linear, row: tirx.Expr, feature: tirx.Expr) -> None:
         step = i64(plan.step)
         with T.serial(i64(0), T.floordiv(k + i64(plan.step - 1), step)) as g:
             _block(s, row, feature, g * step, T.min(step, k - g * step), acc)
-    _epilogue(s, row, feature, acc)
+    return acc
 
 
 def _block(
@@ -180,18 +202,26 @@ def _promote(s, row, feature, start, count, acc, part, w_sum, x_sum, elementwise
         s.for_lanes(lane)
 
 
-def _epilogue(s: _Linear, row: tirx.Expr, feature: tirx.Expr, acc: tirx.Buffer) -> None:
-    plan, y = s.plan, s.own.buffers["y"]
-    m, n = s.own.sizes["m"], s.own.sizes["n"]
+def _epilogue(s: _Linear, row: tirx.Expr, feature: tirx.Expr, sums: list[tirx.Buffer]) -> None:
+    plan, y, m = s.plan, s.own.buffers["y"], s.own.sizes["m"]
+    width = y.shape[1]
     with T.serial(i64(0), i64(ROWS)) as r, T.serial(i64(0), i64(s.lanes)) as v:
         at = {"m": row + r, "n": feature + v, "padded": feature + v}
-        with T.If((at["m"] < m) & (at["n"] < n)), T.Then():
-            total = acc[r, v]
-            for factor in (plan.activation.epilogue, plan.weight.epilogue):
-                total = _times(total, _factor(s, factor, at))
-            value = as_float(
-                translate(plan.scheme.output.value, lambda e: total if e == Ref("acc") else s.own.element(e.name, at))
-            )
+        with T.If((at["m"] < m) & (at["n"] < width)), T.Then():
+
+            def total(part: int) -> tirx.Expr:
+                n = at["n"] + i64(part) * width if part else at["n"]
+                value = sums[part][r, v]
+                for factor in (plan.activation.epilogue, plan.weight.epilogue):
+                    value = _times(value, _factor(s, factor, {"m": at["m"], "n": n, "padded": n}))
+                return value
+
+            def look(e: Expr) -> tirx.Expr:
+                if isinstance(e, Item):  # acc[r = 0]
+                    return total(e.args[0].value)
+                return total(0) if e == Ref("acc") else s.own.element(e.name, at)
+
+            value = as_float(translate(plan.scheme.output.value, look))
             store(y, encode(plan.scheme.output.dtype, value), at["m"], at["n"])
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from qdsl.dtype import F32, DType
-from qdsl.expr import REDUCTIONS, Binary, Call, Digits, Expr, Item, Ref, evaluate, names
+from qdsl.expr import REDUCTIONS, Binary, Call, Digits, Expr, Item, Negate, Ref, evaluate, names
 from qdsl.scheme import AXES, Free, Gather, Group, Index, Operand, Scheme, Tensor, Transform, Var
 from qdsl.split import Split, split
 
@@ -252,10 +252,10 @@ def epilogue(scheme: Scheme, acc: np.ndarray, error: np.ndarray, patterns: Patte
     """Apply the output block to a sum known to within `error`."""
     m, n = acc.shape
 
-    def output(sum_: np.ndarray) -> np.ndarray:
+    def output(sum_: np.ndarray, value: Expr = scheme.output.value, of=lambda held: held) -> np.ndarray:
         sizes = {"e": 1, "m": m, "n": n, "k": 1}
         absent = {t.name: np.zeros(t.shape({**sizes, "k": 1}), t.dtype.storage) for t in scheme.output.tensors}
-        used = names(scheme.output.value)
+        used = names(value)
         given = {t.name: patterns[t.name] for t in scheme.tensors if t.name in patterns and t.name in used}
         axes = _Axes(scheme, sizes, absent | given)
         halves = scheme.output.half[1] if scheme.output.half else 1
@@ -266,18 +266,34 @@ def epilogue(scheme: Scheme, acc: np.ndarray, error: np.ndarray, patterns: Patte
                 return parts[:, node.args[0].value]
             if node == Ref("acc"):
                 return sum_
-            value = axes.values[node.name]
-            return value.reshape(value.shape[1:3])
+            held = axes.values[node.name]
+            return of(held.reshape(held.shape[1:3]))
 
-        return evaluate(scheme.output.value, look_up, lambda *_: None)
+        return evaluate(value, look_up, lambda *_: None)
 
     with np.errstate(invalid="ignore", over="ignore"):
         y = output(acc)
         spread = np.maximum(np.abs(output(acc + error) - y), np.abs(output(acc - error) - y))
-        operations = 16 * F32.unit * (np.abs(y) + np.abs(output(np.abs(acc))))
+        terms = output(np.abs(acc), _added(scheme.output.value), np.abs)  # what may have been cancelled on the way
+        operations = 16 * F32.unit * (np.abs(y) + np.abs(terms))
         out = scheme.output.dtype
         bound = 1.1 * spread + operations + 1.01 * out.unit * np.abs(y) + out.quantum
     return Result(y, bound)
+
+
+def _added(e: Expr) -> Expr:
+    """The expression without its minus signs."""
+    match e:
+        case Binary(op="-"):
+            return replace(e, op="+", left=_added(e.left), right=_added(e.right))
+        case Binary():
+            return replace(e, left=_added(e.left), right=_added(e.right))
+        case Negate():
+            return _added(e.arg)
+        case Call():
+            return replace(e, args=tuple(map(_added, e.args)))
+        case _:
+            return e
 
 
 def _roundings(operand: Operand, compute: DType, given: str) -> int:

@@ -77,6 +77,7 @@ class QuantLinear(nn.Module):
         self.scheme = resolved(scheme, params, dtype)
         self.in_features, self.out_features, self.phase = in_features, out_features, phase
         self.batch_invariant = batch_invariant
+        self._residual = next((t for t in self.scheme.output.tensors if t.role == "residual"), None)
         self._has_bias, self._compile, self._given = bias, compile, given
         self._origin = scheme.name if isinstance(scheme, Scheme) else str(scheme)
         check_layer(self.scheme, in_features, out_features, bias, phase)
@@ -200,7 +201,7 @@ class QuantLinear(nn.Module):
 
     def _derived(self, name: str, declared: Tensor, buffer: Buffer) -> torch.Tensor:
         """A tensor that a kernel takes in another form than the layer keeps it."""
-        if name not in self._wanted:  # optional and absent: a tensor of no elements
+        if name not in self._wanted:  # optional and absent, or given with every call: a tensor of no elements
             # (0, 1, …), not (0, 0, …): kernels check strides, and torch gives an empty row the stride 1
             empty = (0, *[1] * (len(buffer.layout.axes) - 1))
             return torch.empty(empty, dtype=torch_type(buffer), device=self.device)
@@ -248,8 +249,11 @@ class QuantLinear(nn.Module):
         return self
 
     # ---- running ------------------------------------------------------------------------------------------------
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """y [..., N] for x [..., K], in the type of x (of autocast, where that is on)."""
+    def forward(self, x: torch.Tensor, residual: torch.Tensor | None = None) -> torch.Tensor:
+        """y [..., N] for x [..., K], in the type of x (of autocast, where that is on).
+
+        residual   [..., N], for a scheme whose output block declares one: added where that block says
+        """
         buffers, device = self._buffers, x.device
         if device.type != "meta" and torch.is_autocast_enabled(device.type) and x.dtype != torch.float64:
             x = x.to(torch.get_autocast_dtype(device.type))
@@ -259,9 +263,13 @@ class QuantLinear(nn.Module):
         operands = [buffers[name] for name in self._operands[x.dtype]]
         if operands[0].device != device:
             raise ValueError(f"x is on {device}, the layer on {self.device}; move one of them with .to()")
+        if residual is not None or self._needs_residual:
+            self._add_residual(x, operands, residual)
         return linear(x, operands, self.width, key)
 
-    def run_into(self, x: torch.Tensor, y: torch.Tensor, variant: str | None = None) -> None:
+    def run_into(
+        self, x: torch.Tensor, y: torch.Tensor, variant: str | None = None, residual: torch.Tensor | None = None
+    ) -> None:
         """Run on x [m, K] into a given contiguous y [m, N], outside autograd.
 
         `variant` is one of `kernel.variants(K)`, by default the artifact's own choice for m, N and K.
@@ -276,10 +284,38 @@ class QuantLinear(nn.Module):
         if not x.shape[0]:
             return
         kernel, operands = kernel_of(key), [self._buffers[name] for name in self._operands[x.dtype]]
+        if residual is not None or self._needs_residual:
+            self._add_residual(x, operands, residual)
         if variant is None:
             kernel.run_into(rows(x), operands, y)
         else:
             kernel.run_variant(variant, rows(x), operands, y)
+
+    @property
+    def _needs_residual(self) -> bool:
+        declared = self._residual
+        return declared is not None and not declared.optional
+
+    def _add_residual(self, x: torch.Tensor, operands: list[torch.Tensor], residual: torch.Tensor | None) -> None:
+        """Put the residual among the operands of a call; raises ValueError if it is not what the scheme declares."""
+        declared = self._residual
+        if declared is None:
+            raise ValueError(
+                f"{self.scheme.bound} adds no residual; declare one in its output block: "
+                f"`residual r[m, n] : {self.scheme.output.dtype} optional`"
+            )
+        at = kernel_of(self._keys[x.dtype]).names.index(declared.name)
+        shape, kind = [*x.shape[:-1], self.width], operands[at].dtype
+        if residual is None:
+            raise ValueError(
+                f"{self.scheme.bound} needs its residual `{declared.name}` with every call: {shape} {kind}"
+            )
+        if list(residual.shape) != shape or residual.dtype != kind or residual.device != x.device:
+            raise ValueError(
+                f"the residual is {list(residual.shape)} {residual.dtype} on {residual.device}, "
+                f"needed is {shape} {kind} on {x.device}"
+            )
+        operands[at] = rows(residual)
 
     def _explain(self, x: torch.Tensor) -> str:
         """The key of a kernel for an input that the fast path did not take, or the error that says why there is none."""

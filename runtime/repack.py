@@ -288,8 +288,9 @@ def words_of(binding: Binding, declared: Tensor, patterns: np.ndarray) -> np.nda
     shift = round(constant(_with(binding.value, 0.0)) or 0.0)
     slope = round(constant(_with(binding.value, 1.0)) or 0.0) - shift
     value = (patterns.astype(np.int64) - shift) * slope  # the slope is 1 or -1
-    if not is_packed(binding) and stored.kind == "int" and declared.dtype.kind == "int":
-        value = declared.dtype.decode(value & declared.dtype.mask).astype(np.int64)  # sign bits fill the stored word
+    if not is_packed(binding) and stored.kind == "int":  # sign bits fill the stored word
+        if declared.dtype.kind == "int":
+            value = declared.dtype.decode(value & declared.dtype.mask).astype(np.int64)
         words = layout.pack(value & ((1 << layout.word) - 1))
     else:
         words = layout.pack((value & declared.dtype.mask).astype(declared.dtype.storage))

@@ -102,10 +102,11 @@ def check_rows_stand_alone(scheme: Scheme, phase: str) -> None:
 
 
 def kept_tensors(scheme: Scheme, bias: bool, phase: str) -> dict[str, Tensor]:
-    """The tensors a layer keeps, by name."""
+    """The tensors a layer keeps, by name: not a residual, which comes with every call."""
     active = scheme.activation(phase)
     tensors = [*scheme.weight.loaded, *(active.operand.loaded if active else ())]
-    tensors += [t for t in scheme.output.tensors if t.loaded and (not t.optional or (bias and t.role == "bias"))]
+    kept = (t for t in scheme.output.tensors if t.loaded and t.role != "residual")
+    tensors += [t for t in kept if not t.optional or (bias and t.role == "bias")]
     return {t.name: t for t in tensors}
 
 

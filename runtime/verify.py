@@ -20,7 +20,8 @@ from qdsl import reference
 from qdsl.artifact import Artifact
 from qdsl.diagnostic import Error
 from qdsl.runtime.linear import QuantLinear
-from qdsl.scheme import Scheme
+from qdsl.runtime.repack import torch_dtype
+from qdsl.scheme import Scheme, Tensor
 
 CASES = ("random", "one-hot", "integers", "zero", "NaN row")
 # n, k: below, at and beyond tiles, groups and words; odd sizes; ragged last groups
@@ -87,7 +88,8 @@ def verify(scheme: Scheme, kind: str = "cpu", archs: Sequence[str] = (), *, seed
     name = torch.cuda.get_device_name() if kind == "cuda" else "cpu"
     report = Report(scheme.bound, name)
     artifact = qdsl.compile(scheme, kind, archs) if archs else None
-    shapes = [(m, n, k) for n, k in SIZES for m in _tokens(scheme, n, k, device, artifact, report)]
+    parts = scheme.output.half[1] if scheme.output.half else 1  # features of the weight for one of y
+    shapes = [(m, n * parts, k) for n, k in SIZES for m in _tokens(scheme, n * parts, k, device, artifact, report)]
     for at, (m, n, k) in enumerate(shapes):
         if sys.stderr.isatty():
             print(f"\r\033[K{scheme.bound}: {at + 1} of {len(shapes)} shapes", end="", file=sys.stderr, flush=True)
@@ -109,7 +111,7 @@ def _tokens(
     if scheme.violated(n, k) is not None:
         report.skipped += 1
         return ()
-    if (n, k) != SIZES[4]:
+    if k != SIZES[4][1]:
         return 1, 5
     return TOKENS if len(_layer(scheme, n, k, device, artifact).kernel.variants(k)) > 1 else (1, 2, 3, 9, 83)
 
@@ -122,14 +124,22 @@ def _layer(scheme: Scheme, n: int, k: int, device: torch.device, artifact: Artif
 def _run(report: Report, scheme: Scheme, layer: QuantLinear, patterns, case: str, rng, m: int, n: int, k: int) -> None:
     """One case through every kernel of the artifact, whichever the layer would choose."""
     x = scheme.output.dtype.round(_input(case, rng, m, k))
-    expected = reference.linear(scheme, x, patterns, n, offset=layer.manifest.offset)
+    added = {t.name: t.dtype.encode(rng.standard_normal((m, n))) for t in scheme.output.tensors if t.role == "residual"}
+    expected = reference.linear(scheme, x, {**patterns, **added}, n, offset=layer.manifest.offset)
     given = torch.from_numpy(x).to(layer.dtype).to(layer.device)
+    residual = next((_as_tensor(scheme.tensor(name), bits, layer.device) for name, bits in added.items()), None)
     variants = layer.kernel.variants(k)
     for name in variants:
-        y = torch.full((m, n), float("nan"), dtype=layer.dtype, device=layer.device)
-        layer.run_into(given, y, variant=name)
+        y = torch.full((m, layer.width), float("nan"), dtype=layer.dtype, device=layer.device)
+        layer.run_into(given, y, variant=name, residual=residual)
         label = case if len(variants) == 1 else f"{case}, {name}"
         _compare(report, scheme, patterns, label, k, y.double().cpu().numpy(), expected)
+
+
+def _as_tensor(declared: Tensor, bits: np.ndarray, device: torch.device) -> torch.Tensor:
+    kind = torch_dtype(declared.dtype)
+    assert kind is not None, "kernels add residuals of 16 or 32 bits"
+    return torch.from_numpy(declared.dtype.decode(bits)).to(kind).to(device)
 
 
 def _compare(
@@ -169,7 +179,7 @@ def _input(case: str, rng: np.random.Generator, m: int, k: int) -> np.ndarray:
 
 
 def _codes(scheme: Scheme, patterns, column: int) -> str:
-    """The first elements of every weight tensor's row for one output feature."""
+    """The first elements of every weight tensor's row for one output feature (with parts, of the first)."""
     parts = []
     for t in scheme.weight.loaded:
         row = patterns[t.name]

@@ -32,6 +32,7 @@ def variants() -> list:
     found = []
     for path in sorted([*ROOT.glob("schemes/*.q"), *ROOT.glob("tests/schemes/*.q")]):
         widths = {"gptq": range(2, 9), "gptq_actorder": range(2, 9), "gptq_sym": range(2, 9)}
+        widths |= {"gptq_sym_actorder": range(2, 9), "hqq": (1, 2, 4, 8)}
         widths |= {"padded_words": (3, 5, 7), "word_arithmetic": (2, 3, 4, 8)}
         for bits in widths.get(path.stem, (None,)):
             name = path.stem if bits is None else f"{path.stem}-{bits}"

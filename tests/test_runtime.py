@@ -779,3 +779,51 @@ def test_a_dropped_layer_frees_its_buffers():
     del layer
     gc.collect()
     assert gone() is None
+
+
+# ---- what comes with a call --------------------------------------------------------------------------------------
+def epilogue_layer(name: str) -> QuantLinear:
+    layer = QuantLinear(Path(__file__).parent / "schemes" / f"{name}.q", 64, 32, bias=True)
+    return layer.set_patterns(reference.random_patterns(layer.scheme, np.random.default_rng(0), 32, 64))
+
+
+def test_a_residual_is_added_where_the_scheme_says():
+    layer = epilogue_layer("epilogue")
+    x, residual = torch.randn(2, 3, 64), torch.randn(2, 3, 32)
+    with torch.no_grad():
+        plain = layer(x)
+        assert torch.allclose(layer(x, residual), plain + residual, atol=1e-6)
+        strided = residual.transpose(0, 1).contiguous().transpose(0, 1)
+        assert torch.equal(layer(x, residual=strided), layer(x, residual))
+        assert torch.equal(epilogue_layer("residual")(x, residual), layer(x, residual))
+
+
+def test_a_residual_that_does_not_fit_is_refused():
+    x = torch.randn(3, 64)
+    for given, words in (
+        (torch.randn(3, 64), r"the residual is \[3, 64\] torch.float32 on cpu, needed is \[3, 32\]"),
+        (torch.randn(3, 32).half(), "torch.float16"),
+    ):
+        with pytest.raises(ValueError, match=words):
+            epilogue_layer("epilogue")(x, given)
+    with pytest.raises(ValueError, match="needs its residual `r` with every call"):
+        epilogue_layer("residual")(x)
+    plain = QuantLinear("awq4", 128, 32, act="f32")
+    plain.set_patterns(reference.random_patterns(plain.scheme, np.random.default_rng(0), 32, 128) | {})
+    with pytest.raises(
+        ValueError, match=r"adds no residual; declare one in its output block: `residual r\[m, n\] : f32"
+    ):
+        plain(torch.randn(1, 128), torch.randn(1, 32))
+
+
+def test_gate_and_up_make_one_output():
+    layer = QuantLinear(Path(__file__).parent / "schemes" / "gate_up.q", 64, 96, act="f32")
+    layer.set_patterns(reference.random_patterns(layer.scheme, np.random.default_rng(0), 96, 64))
+    x = torch.randn(5, 64)
+    weight = torch.from_numpy(layer.dequantize().double().numpy())
+    gate, up = (x.double() @ weight.T).chunk(2, -1)
+    with torch.no_grad():
+        y = layer(x)
+    assert y.shape == (5, 48) and torch.allclose(y.double(), torch.nn.functional.silu(gate) * up, rtol=1e-4, atol=1e-4)
+    with pytest.raises(qdsl.Error, match="can't pass a gradient to x"):
+        layer(x.requires_grad_())

@@ -35,6 +35,18 @@ def parts(s: Scheme, operand: Operand, given: str) -> dict[str, str]:
 
 WEIGHTS = {
     "awq4": {"core": "q - z", "fold": "s"},
+    "bnb_fp4": {"core": "c[q]", "fold": "s"},
+    "fp8a16_block": {"core": "q", "fold": "s"},
+    "fp8a16_channel": {"core": "q", "epilogue": "s"},
+    "fp8a16_tensor": {"core": "q", "epilogue": "s"},
+    "gptq_sym_actorder": {"core": "q - 8", "fold": "s"},
+    "hqq": {"core": "q", "fold": "s", "correction": "-z * s"},
+    "mxfp8": {"core": "q", "fold": "s"},
+    "nvfp4a16": {"core": "q", "fold": "s", "epilogue": "u"},
+    "q4_1": {"core": "q", "fold": "s", "correction": "o"},
+    "q8_0": {"core": "q", "fold": "s"},
+    "w8a16_asym": {"core": "q - z", "epilogue": "s"},
+    "w8a16_group": {"core": "q", "fold": "s"},
     "gptq": {"core": "q - z", "fold": "s"},
     "gptq_actorder": {"core": "q - z", "fold": "s"},
     "gptq_sym": {"core": "q - 8", "fold": "s"},

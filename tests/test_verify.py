@@ -70,7 +70,7 @@ def test_verify_finds_a_wrong_weight(monkeypatch):
 
 
 def test_verify_finds_an_unwritten_output(monkeypatch):
-    monkeypatch.setattr(QuantLinear, "run_into", lambda self, x, y, variant=None: None)
+    monkeypatch.setattr(QuantLinear, "run_into", lambda self, x, y, variant=None, residual=None: None)
     report = verify(qdsl.load("w8a16"))
     assert len(report.failures) == report.cases
 
