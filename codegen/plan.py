@@ -6,13 +6,16 @@ Every decision is a field of the plan, and `print(plan)` shows all of them.  Not
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+
+import numpy as np
 
 from qdsl.choice import Key, Table, only
 from qdsl.codegen.target import Target
 from qdsl.diagnostic import Diagnostic, TargetError, error
 from qdsl.dtype import DType, dtype
-from qdsl.expr import Binary, Expr, Number, Ref, names, of_dtype
+from qdsl.expr import Binary, Expr, Item, Number, Ref, evaluate, names, of_dtype
 from qdsl.layout import Axis, Digit, Lane, Layout, Run, plain
 from qdsl.manifest import Buffer, Step, Variant
 from qdsl.scheme import Free, Group, Scheme, Tensor, Var
@@ -30,6 +33,7 @@ class MainLoop:
     zero: str | None  # the loaded zero's name
     constant: int  # a zero point known at compile time
     group: int | None  # along k; None: one group
+    table: tuple[float, ...] = ()  # instead of `code - zero`: what the code stands for
 
     def key(self, scheme: Scheme) -> Key:
         """Which tables of measured choices are about this main loop."""
@@ -40,7 +44,7 @@ class MainLoop:
 
     def __str__(self) -> str:
         zero = self.zero or (str(self.constant) if self.constant else "")
-        core = f"({self.code} - {zero})" if zero else self.code
+        core = f"({self.code} - {zero})" if zero else f"table[{self.code}]" if self.table else self.code
         groups = "one group along k" if self.group is None else f"groups of {self.group} along k"
         return f"tensor cores: {core}{f' * {self.scale}' if self.scale else ''}, {groups}"
 
@@ -185,31 +189,60 @@ def _max_k(scheme: Scheme, weight: Split, activation: Split) -> int | None:
 
 
 # ---- the tensor-core main loop -----------------------------------------------------------------------------------
-# What has been verified on a GPU. The kernels for other codes and groups compile, and their decoding is tested code by code,
-# but no scheme gets them before they have run.
-VERIFIED = ("u4", "i4")
-VERIFIED_GROUPS = (16, 32)  # and multiples of 64; kernels take any multiple of 16
-
-
 def _main_loop(scheme: Scheme, weight: Split, target: Target) -> MainLoop | None:
-    """The main loop's view of the weight, or None when the equation is not `(code - zero) * scale`."""
+    """The main loop's view of the weight; None when the equation is not `(code - zero) * scale` or `f(code) * scale`."""
     code = scheme.code
     operand = scheme.compute.operand
-    if operand.name not in target.fragments or scheme.activations:
+    if operand.name not in target.fragments or scheme.activations or scheme.output.half:
         return None
-    if scheme.output.dtype != operand or scheme.output.half or str(code.dtype) not in VERIFIED or len(code.index) != 2:
+    if scheme.output.dtype != operand or code.dtype.bits > 8 or len(code.index) != 2:
         return None
     if weight.gathered or weight.correction is not None:
         return None
-    zero = _zero(weight.core, code.name, scheme)
+    zero, table = _zero(weight.core, code.name, scheme), ()
+    if zero is None:
+        values = code_values(weight.core, scheme.weight.tensors)
+        if values is None:
+            return None
+        zero, table = ("", 0), tuple(values.astype(np.float32).tolist())
     scale = _grouped_scale(weight.fold, scheme)
-    if zero is None or scale is None:
+    if scale is None:
         return None
     name, constant = zero
     groups = {_group(scheme.tensor(n)) for n in (name, scale) if n}
-    if len(groups) > 1 or not all(g is None or g in VERIFIED_GROUPS or g % 64 == 0 for g in groups):
+    if len(groups) > 1:
         return None
-    return MainLoop(code.name, scale or None, name or None, constant, next(iter(groups), None))
+    found = MainLoop(code.name, scale or None, name or None, constant, next(iter(groups), None), table)
+    return found if _runs(scheme, found) else None
+
+
+def _runs(scheme: Scheme, loop: MainLoop) -> bool:
+    """Whether there are kernels for it that have been verified on a GPU: those for codes of 4 bits.
+
+    The kernels for other codes, tables, small scales and groups of 16 n compile, and their decoding is tested code by code;
+    but no scheme gets them before they have run.
+    """
+    from qdsl.codegen.cuda.main_loop import weight_of
+
+    weight = weight_of(scheme, loop)
+    verified = str(weight.code) in ("u4", "i4") and not weight.table and weight.scale not in ("e4m3", "e5m2", "e8m0")
+    return not weight.problem and verified and (weight.group in (None, 16, 32) or weight.group % 64 == 0)
+
+
+def code_values(core: Expr, tensors: Sequence[Tensor]) -> np.ndarray | None:
+    """What every code stands for, if the core depends on one code of at most 8 bits alone: in float64, by bit pattern."""
+    constants = {t.name: t.dtype.round(np.array(t.value)) for t in tensors if isinstance(t.value, tuple)}
+    varying = [t for t in tensors if t.name in names(core) and t.name not in constants]
+    if len(varying) != 1 or varying[0].role != "code" or varying[0].dtype.bits > 8:
+        return None
+    code = varying[0].dtype
+    values = code.decode(np.arange(1 << code.bits))
+
+    def look_up(e: Expr) -> np.ndarray:
+        assert isinstance(e, Ref | Item), e
+        return constants.get(e.name, values)
+
+    return np.broadcast_to(evaluate(core, look_up, lambda *_: None), values.shape)
 
 
 def _zero(core: Expr, code: str, scheme: Scheme) -> tuple[str, int] | None:
@@ -230,7 +263,7 @@ def _zero(core: Expr, code: str, scheme: Scheme) -> tuple[str, int] | None:
             return None
 
 
-SCALES = ("f16", "bf16", "f32")  # of groups; kernels know e4m3, e5m2 and e8m0 as well
+SCALES = ("f16", "bf16", "f32", "e4m3", "e5m2", "e8m0")  # of groups
 
 
 def _grouped_scale(fold: Expr | None, scheme: Scheme) -> str | None:

@@ -23,9 +23,9 @@ from tvm.tirx.script import builder as T
 
 from qdsl.codegen import quantize
 from qdsl.codegen.function import Parameters, decoded, each, local, open_function, store
-from qdsl.codegen.plan import VECTOR, Plan, vector_features
+from qdsl.codegen.plan import VECTOR, Plan, code_values, vector_features
 from qdsl.codegen.tir import as_float, dtype_of, encode, f32, i64, load_bits, translate
-from qdsl.expr import FUNCTIONS, Call, Expr, Item, Ref, evaluate, names, walk
+from qdsl.expr import FUNCTIONS, Call, Expr, Item, Ref, names, walk
 from qdsl.scheme import Tensor, Var
 
 ROWS = 4  # tokens that share a decoded weight
@@ -98,13 +98,10 @@ def _tables(plan: Plan) -> dict[Expr, tirx.Buffer]:
     found: dict[Expr, tirx.Buffer] = {}
     for operand, core in _operands(plan):
         constants = {t.name: t.dtype.round(np.array(t.value)) for t in operand if isinstance(t.value, tuple)}
-        varying = [t for t in operand if t.name in names(core) and t.name not in constants]
         bends = any(isinstance(e, Item) or (isinstance(e, Call) and e.name in FUNCTIONS) for e in walk(core))
-        if bends and len(varying) == 1 and varying[0].role == "code":
-            code = varying[0].dtype
-            values = code.decode(np.arange(1 << code.bits))
-            result = evaluate(core, lambda e, v=values, c=constants: c.get(e.name, v), lambda *_: None)
-            found[core] = _constant(np.broadcast_to(result, values.shape))
+        values = code_values(core, operand) if bends else None
+        if values is not None:
+            found[core] = _constant(values)
         else:
             found |= {Ref(name): _constant(values) for name, values in constants.items() if name in names(core)}
     return found

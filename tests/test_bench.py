@@ -397,7 +397,7 @@ def test_runs_are_joined_only_if_they_agree():
 
 
 def test_a_label_names_the_parameters_without_a_field():
-    assert results.scheme_label(qdsl.load("gptq", bits=3)) == "gptq(bits=3)"
+    assert results.scheme_label(qdsl.load("gptq", bits=3)) == "gptq(bits=3, scale_type=f16)"
     assert results.scheme_label(qdsl.load("q4_0")) == "q4_0"
     assert results.meta("x", "y", {}, "cafe").commit == "cafe" and results.meta("x", "y", {}).commit
 
@@ -521,7 +521,10 @@ def test_other_groups_and_the_symmetric_scheme(capsys):
         cells += found
         assert not absent and found[0].rel_err < 1e-3
     head, *rows = w4a16.granularity([replace(c, us=10.0) for c in cells], schemes)
-    assert len(rows) == 3 and [row.split()[0] for row in rows[-2:]] == ["awq4(scale_type=f16)", "gptq_sym(bits=4)"]
+    assert len(rows) == 3 and [row.split("  ")[0] for row in rows[-2:]] == [
+        "awq4(scale_type=f16)",
+        "gptq_sym(bits=4, scale_type=f16)",
+    ]
     base, fine = (bench.declared_bytes(s, 2, 64, 256) for s in schemes[:2])
     assert rows[0].split()[-1] == f"{base / fine:.2f}" and head.split()[-1] == "ratio"
     missed = w4a16.granularity([replace(c, us=30.0 if c.group == 32 else 10.0) for c in cells], schemes)

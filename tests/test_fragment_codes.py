@@ -60,6 +60,34 @@ def test_zero_points_are_taken_off_exactly(name, compute):
             assert all(bits(half, v) >= 0 for v in values / way.factor + shift)
 
 
+@pytest.mark.parametrize("compute", HALVES)
+@pytest.mark.parametrize("size", [2, 16, 24, 256])
+def test_tables_are_read_at_every_code(size, compute):
+    """Of 2 to 256 entries, exact but for the one rounding to the type of the multiplier."""
+    code, table = dtype(f"u{(size - 1).bit_length()}"), tuple(np.linspace(-1, 1, size).astype(np.float32).tolist())
+    weight = Weight(compute, 0, None, "float32", 48, code, table)
+    assert not weight.problem and weight.arithmetic == "floats" and weight.factor(1) == 1 and weight.offset(1) == 0
+    codes = np.arange(16 * 64).reshape(16, 64) * 5 % size
+    words = stored(codes, code.bits)[0, 0]
+    for step, register in ((0, 0), (1, 3), (3, 2)):
+        found = weight.decoded(step, register).evaluate(words).reshape(8, 4, 2)
+        columns = 16 * step + 8 * (register // 2) + 2 * np.arange(4)[:, None] + np.arange(2)
+        values = np.array(table)[codes[(np.arange(8) + 8 * (register % 2))[:, None, None], columns[None]]]
+        assert (np.abs(found - values) <= np.abs(values) * 2.0 ** -(weight.half.mantissa + 1)).all()
+
+
+def test_what_no_kernel_can_do_is_said():
+    for weight, words in (
+        (Weight("float32", 0, None, None, None), "no 16-bit multiplier"),
+        (Weight("bfloat16", 0, "u7", "bfloat16", 64, dtype("i7")), "needs more bits than bfloat16 has"),
+        (Weight("float16", 0, "u4", "float16", 24), "no whole steps of 16"),
+        (Weight("float16", 8, None, "float16", 32, dtype("e2m1")), "off integers alone"),
+        (Weight("float16", 0, None, "u8", 32), "not decoded"),
+    ):
+        assert words in weight.problem
+    assert not Weight("bfloat16", 0, "u8", "bfloat16", 64, dtype("u8")).problem
+
+
 def test_planes_waste_nothing():
     for width in range(1, 9):
         lanes, count = words_of(width)

@@ -2,15 +2,18 @@
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 import qdsl
 from qdsl.choice import Key, Row, Table
 from qdsl.codegen.cuda import measured
-from qdsl.codegen.plan import plan, planes, vector_features
+from qdsl.codegen.plan import code_values, plan, planes, vector_features
 from qdsl.codegen.target import default_archs, target
 from qdsl.diagnostic import TargetError
 from qdsl.dtype import dtype
+from qdsl.expr import Ref
+from qdsl.split import split
 
 KEY = Key("f16", "f16", "u4", 128)
 SM80, CPU = target("cuda", "sm_80"), target("cpu", "x86-64-v3")
@@ -137,3 +140,11 @@ def test_wrong_targets_are_named(kind, arch, words):
 def test_defaults_are_targets():
     for kind in ("cpu", "cuda"):
         assert [target(kind, arch).kind for arch in default_archs(kind)] == [kind]
+
+
+def test_any_function_of_one_code_is_a_table():
+    nf4, fp4 = qdsl.load("nf4"), qdsl.load("mxfp4")
+    values = code_values(split(nf4.weight, nf4.compute.operand, "w").core, nf4.weight.tensors)
+    assert values.shape == (16,) and values[0] == -1 and values[15] == 1 and values[7] == 0
+    assert np.array_equal(code_values(Ref("q"), fp4.weight.tensors), fp4.code.dtype.decode(np.arange(16)))
+    assert code_values(Ref("s"), fp4.weight.tensors) is None, "a scale is no code"

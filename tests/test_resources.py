@@ -18,6 +18,7 @@ AWKWARD = Weight("float16", 0, "float32", "float32", 16)  # the most bytes of sc
 INT8 = Weight("bfloat16", 0, None, None, None, dtype("i8"))
 NVFP4 = Weight("bfloat16", 0, None, "e4m3", 16, dtype("e2m1"))
 FIVE = Weight("float16", 0, "u5", "float16", 64, dtype("u5"))
+TABLE = Weight("bfloat16", 0, None, "float16", 48, dtype("u5"), tuple(i / 8 - 1 for i in range(24)))
 
 
 def plain(acc, m, n, buffers):
@@ -35,8 +36,9 @@ def plain(acc, m, n, buffers):
         ("sm_90a", INT8),
         ("sm_90a", NVFP4),
         ("sm_80", FIVE),
+        ("sm_80", TABLE),
     ],
-    ids=["sm_80", "sm_90a", "symmetric", "mixed", "int8", "nvfp4", "five"],
+    ids=["sm_80", "sm_90a", "symmetric", "mixed", "int8", "nvfp4", "five", "table"],
 )
 def test_nothing_spills_and_no_wgmma_waits_for_the_compiler(arch, weight, tmp_path):
     """Run with -s to read the registers. ptxas warns where it waits after every wgmma, which costs half the speed."""

@@ -37,6 +37,7 @@ class Candidate:
 
 def candidates(target: Target, weight: Weight) -> tuple[Candidate, ...]:
     """Every kernel for a weight on a target, by rising number of tokens; without those whose stages have no room."""
+    assert not weight.problem, weight.problem
     if target.arch != "sm_90a":
         return tuple(_mma(target, weight, tile, SHARED) for tile in mma.tiles())
     any_k = [_mma(target, weight, tile, hopper.SHARED) for tile in mma.hopper_tiles()]

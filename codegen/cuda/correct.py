@@ -11,11 +11,11 @@ from tvm.tirx.script import builder as T
 
 from qdsl.codegen.cuda import decode
 from qdsl.codegen.cuda.builder import assign, ptx
-from qdsl.codegen.cuda.decode import emit
+from qdsl.codegen.cuda.decode import Emitter
 from qdsl.codegen.cuda.fragments import mma
 from qdsl.codegen.cuda.kernel import Kernel
 from qdsl.codegen.cuda.stage import group_bytes
-from qdsl.codegen.cuda.weight import INTEGERS, Weight
+from qdsl.codegen.cuda.weight import INTEGERS
 
 
 class SumStep:
@@ -33,7 +33,7 @@ class SumStep:
         self.sums = T.alloc_local([4 * features * tokens], "float32")
         self.row_sums = T.alloc_local([4 * tokens], "float32")
         self.a = T.alloc_local([4], "uint32")
-        self.other = _spare(self.weight)
+        self.emit = Emitter(self.weight.decoded(0, 0), k.table)
         self.scale = T.alloc_local([2 * features], "float32")
         self.shift = T.alloc_local([2 * features], "float32")
         self.shifted = self.weight.zero is not None or any(self.weight.offset(r) for r in range(2))
@@ -71,7 +71,7 @@ class SumStep:
 
     def multiply(self, acc, f: int, words, step: int, operands):
         for register in range(4):
-            emit(self.weight.decoded(step, register), words, self.a[register], self.other[0])
+            self.emit.halves(self.weight.decoded(step, register), words, self.a[register])
         a = [self.a[register] for register in range(4)]
         operands = operands[: self.tile.token_tiles]
         for j, b in enumerate(operands):
@@ -104,7 +104,7 @@ class WeightStep:
         self.packed = self.weight.arithmetic != "floats"
         dtype = "uint32" if self.packed else "float32"
         self.a = T.alloc_local([4], "uint32")
-        self.other = _spare(self.weight)
+        self.emit = Emitter(self.weight.decoded(0, 0), k.table)
         self.scale = T.alloc_local([2 * self.tile.feature_tiles], dtype)
         self.shift = T.alloc_local([2 * self.tile.feature_tiles], dtype)
         if self.weight.arithmetic == "split":
@@ -179,7 +179,7 @@ class WeightStep:
         half, r = self.weight.half, 2 * f + register % 2
         way = self.weight.decoded(step, register)
         fma, inverse = f"fma.rn.{half.ptx}x2", T.uint32(decode.bits(half, 1 / way.factor) * 0x10001)
-        emit(way, words, out, self.other[0])
+        self.emit.halves(way, words, out)
         nothing = T.uint32(0x80008000)  # -0
         if way.factor != 1 or self.weight.offset(register % 2) or self.weight.zero:
             ptx(fma, out, out, inverse, self.shift[r])
@@ -199,7 +199,9 @@ class WeightStep:
 
     def _codes(self, words, step: int, register: int) -> list:
         """Both codes of a register less the constant zero point, in float32."""
-        weight, code = self.weight, self.weight.code
+        weight, code, way = self.weight, self.weight.code, self.weight.decoded(step, register)
+        if weight.table:
+            return list(self.emit.entries(way, words, T.alloc_local([1], "uint32")[0]))
         if code.is_integer:  # put into the mantissa of 2^23, whose unit is 1
             sign = 1 << code.bits - 1 if code.kind == "int" else 0
             found = []
@@ -208,17 +210,12 @@ class WeightStep:
                 value = T.reinterpret("float32", number ^ T.uint32(0x4B000000 + sign))
                 found.append(value - T.float32(2**23 + sign + weight.bias))
             return found
-        way, pair = weight.decoded(step, register), T.alloc_local([1], "uint32")
-        emit(way, words, pair[0], None)
+        pair = T.alloc_local([1], "uint32")
+        self.emit.halves(way, words, pair[0])
         return [value * T.float32(1 / way.factor) for value in _floats(weight.compute, [pair[0]])]
 
     def end(self, acc):
         pass
-
-
-def _spare(weight: Weight):
-    """A register for codes that are decoded as two floats."""
-    return T.alloc_local([1], "uint32") if weight.decoded(0, 0).sums[1:] else [None]
 
 
 def _load_groups(k: Kernel, views, slot, f: int, step) -> dict[str, list]:

@@ -14,8 +14,10 @@ and so one shift and one mask take a field of both out of a word (`Field`), and 
     float      sign, exponent and mantissa in their places: exponents count from another bias then, so that the float is
                `factor` times the code, subnormal codes included
     8 bits in bf16, whose mantissa has 7: two floats of four bits each, added
+    table      any other function of a code: its values lie in shared memory, in float32, a word each. Up to 32 of them are
+               in as many banks, and no two lanes get into each other's way
 
-`Decoded` is one such way: it prints, `evaluate` says what the instructions give, and `emit` writes them.
+`Decoded` is one such way: it prints, `evaluate` says what the instructions give, and `Emitter` writes them.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from dataclasses import dataclass
 import numpy as np
 from tvm.tirx.script import builder as T
 
-from qdsl.codegen.cuda.builder import ptx
+from qdsl.codegen.cuda.builder import ptx, when
 from qdsl.dtype import DType
 
 
@@ -36,6 +38,10 @@ class Half:
     ptx: str
     mantissa: int
     exponent_bias: int
+
+    @property
+    def exponent(self) -> int:
+        return 15 - self.mantissa
 
     @property
     def one(self) -> int:
@@ -92,10 +98,11 @@ class Sum:
 
 @dataclass(frozen=True)
 class Decoded:
-    """Both codes of a register as floats: bias + factor * code.
+    """Both codes of a register as floats: bias + factor * code, or the entries of a table.
 
-    sums      one float, or two that are added, `added` to the second first
+    sums      one float, or two that are added, `added` to the second first; with a table, four times the code
     scaled    the float is multiplied by 2 to this power
+    table     by code, in float32; empty: there is none
     """
 
     half: Half
@@ -104,27 +111,34 @@ class Decoded:
     factor: float
     added: float = 0.0
     scaled: int = 0
+    table: tuple[float, ...] = ()
 
     def __str__(self) -> str:
         text = str(self.sums[0])
+        if self.table:
+            return f"table of {len(self.table)} at {text}"
         if len(self.sums) > 1:
             text = f"({self.sums[1]}) + {self.added:g} + ({text})"
         return f"{text}{f' * 2^{self.scaled}' if self.scaled else ''} = {self.bias:g} + {self.factor:g} q"
 
     def evaluate(self, words: np.ndarray) -> np.ndarray:
         """The two floats, [..., 2], of words [..., lane's words]: what the instructions give."""
-        found = [self._floats(one, words) for one in self.sums]
+        if self.table:
+            places = self._bits(self.sums[0], words)
+            return _rounded(self.half, np.array(self.table, np.float32)[places // 4].astype(np.float64))
+        found = [self.half.values(self._bits(one, words)) for one in self.sums]
         value = found[0] if len(found) == 1 else _rounded(self.half, found[1] + self.added) + found[0]
         with np.errstate(invalid="ignore"):  # what stands for infinities and NaN
             return _rounded(self.half, _rounded(self.half, value) * 2.0**self.scaled)
 
-    def _floats(self, one: Sum, words: np.ndarray) -> np.ndarray:
+    def _bits(self, one: Sum, words: np.ndarray) -> np.ndarray:
+        """Both halves, [..., 2]."""
         bits = np.full(words.shape[:-1], one.pattern * 0x10001, np.uint32)
         for field in one.fields:
             word = words[..., field.word].astype(np.uint32)
             moved = word >> np.uint32(field.shift) if field.shift >= 0 else word << np.uint32(-field.shift)
             bits = bits ^ (moved & np.uint32(field.mask * 0x10001))
-        return np.stack([self.half.values(bits & np.uint32(0xFFFF)), self.half.values(bits >> np.uint32(16))], -1)
+        return np.stack([bits & np.uint32(0xFFFF), bits >> np.uint32(16)], -1)
 
 
 def _rounded(half: Half, values: np.ndarray) -> np.ndarray:
@@ -148,6 +162,12 @@ def decoded(code: DType, half: Half, step: int, register: int) -> Decoded:
     bias = 1 << half.mantissa
     pattern = half.power(half.mantissa) ^ sign << taken
     return Decoded(half, (Sum(pattern, fields),), bias + float(sign << taken), float(1 << taken))
+
+
+def looked_up(code: DType, half: Half, table: tuple[float, ...], step: int, register: int) -> Decoded:
+    """How register 0 .. 3 of a step is made of the lane's words and a table of what the codes stand for."""
+    fields = tuple(_placed(part, part.low + 2) for part in _parts(code.bits, step, register))
+    return Decoded(half, (Sum(0, fields),), 0.0, 1.0, table=table)
 
 
 def factor(code: DType, half: Half, r: int) -> float:
@@ -215,33 +235,64 @@ def _float(code: DType, half: Half, parts: tuple[_Part, ...]) -> Decoded:
     return Decoded(half, (Sum(0, tuple(fields)),), 0.0, 2.0 ** (power + scaled), scaled=scaled)
 
 
-def emit(way: Decoded, words, out, other=None):
-    """out = the pair of floats; `other`: a register for the second of two."""
-    for one, target in zip(way.sums, (out, other)):
-        before = T.uint32(one.pattern * 0x10001)
-        for field in one.fields:
-            word = words[field.word]
-            shifted = (
-                word >> T.uint32(field.shift)
-                if field.shift > 0
-                else word << T.uint32(-field.shift)
-                if field.shift
-                else word
-            )
-            ptx("lop3.b32", target, shifted, T.uint32(field.mask * 0x10001), before, 0x6A)  # (a & b) ^ c
-            before = target
-    half = way.half
-    if len(way.sums) > 1:
-        ptx(
-            f"fma.rn.{half.ptx}x2",
-            other,
-            other,
-            T.uint32(half.one * 0x10001),
-            T.uint32(bits(half, way.added) * 0x10001),
-        )
-        ptx(f"fma.rn.{half.ptx}x2", out, out, T.uint32(half.one * 0x10001), other)
-    if way.scaled:
-        ptx(f"fma.rn.{half.ptx}x2", out, out, T.uint32(half.power(way.scaled) * 0x10001), T.uint32(0x80008000))
+class Emitter:
+    """Writes the instructions of one kernel, with the registers that they need on the way."""
+
+    def __init__(self, ways: Decoded, table=None):
+        """`ways`: one of all that will be written; `table`: the shared address of theirs."""
+        self.table = table
+        self.other = T.alloc_local([1], "uint32") if ways.sums[1:] else [None]
+        self.found = T.alloc_local([2], "float32") if ways.table else None
+
+    def halves(self, way: Decoded, words, out):
+        """out = the pair of floats."""
+        half = way.half
+        if way.table:
+            first, second = self.entries(way, words, out)
+            ptx(f"cvt.rn.{half.ptx}x2.f32", out, second, first)
+            return
+        fma = f"fma.rn.{half.ptx}x2"
+        for one, target in zip(way.sums, (out, self.other[0])):
+            _put_together(one, words, target)
+        if len(way.sums) > 1:
+            other, one = self.other[0], T.uint32(half.one * 0x10001)
+            ptx(fma, other, other, one, T.uint32(bits(half, way.added) * 0x10001))
+            ptx(fma, out, out, one, other)
+        if way.scaled:
+            ptx(fma, out, out, T.uint32(half.power(way.scaled) * 0x10001), T.uint32(0x80008000))
+
+    def entries(self, way: Decoded, words, places) -> tuple:
+        """The table's entries for both codes, in float32; `places`: a register."""
+        _put_together(way.sums[0], words, places)
+        for p, place in enumerate((places & T.uint32(0xFFFF), places >> T.uint32(16))):
+            ptx("ld.shared.f32", self.found[p], self.table + place)
+        return self.found[0], self.found[1]
+
+
+def _put_together(one: Sum, words, out):
+    before = T.uint32(one.pattern * 0x10001)
+    for field in one.fields:
+        shifted = words[field.word]
+        if field.shift > 0:
+            shifted = shifted >> T.uint32(field.shift)
+        elif field.shift < 0:
+            shifted = shifted << T.uint32(-field.shift)
+        ptx("lop3.b32", out, shifted, T.uint32(field.mask * 0x10001), before, 0x6A)  # (a & b) ^ c
+        before = out
+
+
+def store_table(table: tuple[float, ...], thread, target):
+    """Threads 0 .. entries put the table into shared memory: a tree of choices by the bits of the thread's number."""
+
+    def entry(first: int, count: int):
+        if count == 1:
+            return T.float32(table[min(first, len(table) - 1)])
+        half = count // 2
+        return T.if_then_else((thread & half) != 0, entry(first + half, half), entry(first, half))
+
+    count = 1 << (len(table) - 1).bit_length()
+    with when(thread < len(table)):
+        T.buffer_store(target, entry(0, count), [thread])
 
 
 def integer(code: DType, words, step: int, register: int, p: int):

@@ -62,6 +62,7 @@ def lower(
             stages = Ring(k, _barriers(weight, tile))
             with when(k.thread == tile.consumers):
                 ring.fetch(maps)
+            k.store_table()
             stages.initialize()
             parts = _Parts(k, ctas)
             overlap.wait()
@@ -127,7 +128,7 @@ def _enter(weight, tile, buffers, sms):
     thread = T.thread_id([tile.threads])
     pool = T.alloc_buffer((pool_bytes(weight, tile),), "uint8", scope="shared.dyn")
     k = Kernel.of(weight, tile, buffers, thread=thread, pool=pool, rank=rank if tile.cluster > 1 else None,
-                  partials=_partials(weight, tile))  # fmt: skip
+                  partials=_partials(weight, tile), table_start=_table(weight, tile))  # fmt: skip
     return k, (cta, clusters * size)
 
 
@@ -192,6 +193,11 @@ def _stages_of(k: Kernel):
 
 
 def pool_bytes(weight: Weight, tile: Cut) -> int:
+    return _table(weight, tile) + weight.table_bytes
+
+
+def _table(weight: Weight, tile: Cut) -> int:
+    """Where the weight's table begins: behind the barriers."""
     return _barriers(weight, tile) + Ring.barrier_bytes(tile)
 
 

@@ -10,6 +10,7 @@ import tvm
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from qdsl.codegen.cuda.decode import store_table
 from qdsl.codegen.cuda.weight import Weight
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ class Kernel(Generic[Cut]):
     aligned: tirx.Expr | None = None  # rows of x begin on 16-byte boundaries; None: they always do
     rank: tirx.Expr | None = None  # of the CTA in its cluster; None: it is alone
     partials: int = 0  # where partial sums are in shared memory, in bytes
+    table_start: int = 0  # and the weight's table
     halved: tirx.Expr | None = None  # whether the CTAs of the cluster share k in this part; None: as the tile says
 
     @classmethod
@@ -86,6 +88,22 @@ class Kernel(Generic[Cut]):
         """The pool as an array, from a number of bytes on."""
         size = tvm.DataType(dtype).itemsize
         return T.decl_buffer(shape, dtype, data=self.pool.data, scope="shared.dyn", elem_offset=start // size)
+
+    @property
+    def table(self):
+        """Shared address of the weight's table; None: it has none."""
+        if not self.weight.table:
+            return None
+        return T.cuda.cvta_generic_to_shared(self._table.ptr_to([0]))
+
+    def store_table(self):
+        """All threads meet before it is read."""
+        if self.weight.table:
+            store_table(self.weight.table, self.thread, self._table)
+
+    @property
+    def _table(self):
+        return self.shared((len(self.weight.table),), "float32", self.table_start)
 
     @property
     def filler(self):

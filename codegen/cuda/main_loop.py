@@ -10,6 +10,7 @@ from qdsl.codegen.cuda.weight import Weight
 from qdsl.codegen.function import Parameters, buffer_shape
 from qdsl.codegen.plan import MainLoop, Plan
 from qdsl.codegen.tir import as_float, storage, translate
+from qdsl.dtype import dtype
 from qdsl.expr import Ref
 from qdsl.scheme import Scheme
 
@@ -31,7 +32,8 @@ def weight_of(scheme: Scheme, loop: MainLoop) -> Weight:
         return None if kind is None else str(kind) if kind.bits <= 8 else storage(kind)
 
     compute, code = storage(scheme.compute.operand), scheme.code.dtype
-    return Weight(compute, loop.constant, loaded(loop.zero), loaded(loop.scale), loop.group, code)
+    index = dtype(f"u{code.bits}") if loop.table else code
+    return Weight(compute, loop.constant, loaded(loop.zero), loaded(loop.scale), loop.group, index, loop.table)
 
 
 def _extra(plan: Plan, name: str) -> mma.Extra:

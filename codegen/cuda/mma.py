@@ -32,7 +32,17 @@ from qdsl.codegen.cuda.decode import words_of
 from qdsl.codegen.cuda.fragments import load_codes, load_tokens
 from qdsl.codegen.cuda.kernel import Kernel
 from qdsl.codegen.cuda.reduce import Epilogue, reduce, store_partials
-from qdsl.codegen.cuda.stage import SHARED, FillCodes, FillGroups, FillTokens, Stage, declare_views, fitted, pool_bytes
+from qdsl.codegen.cuda.stage import (
+    SHARED,
+    FillCodes,
+    FillGroups,
+    FillTokens,
+    Stage,
+    declare_views,
+    fitted,
+    pool_bytes,
+    table_start,
+)
 from qdsl.codegen.cuda.tile import Tile
 from qdsl.codegen.cuda.weight import BYTES, Weight
 
@@ -86,6 +96,9 @@ def lower(
         T.device_entry()
         with T.attr({"tirx.launch_bounds_min_blocks_per_sm": tile.resident}):
             k = _enter(weight, tile, own)
+            if weight.table:
+                k.store_table()
+                T.evaluate(T.cuda.cta_sync())
             if overlapped:
                 overlap.wait()
             store_partials(k, _main_loop(k))
@@ -148,6 +161,7 @@ def _enter(weight, tile, buffers) -> Kernel:
         aligned=((T.cast(K, "uint64") * T.uint64(2) | base[0]) & T.uint64(15)) == T.uint64(0),
         pool=pool,
         rank=rank,
+        table_start=table_start(weight, tile),
     )
 
 

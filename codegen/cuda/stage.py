@@ -93,7 +93,11 @@ def group_bytes(dtype: str) -> int:
 
 
 def pool_bytes(weight: Weight, tile: Tile) -> int:
-    """Shared memory of a CTA: the stages, and later the partial sums in their place."""
+    return table_start(weight, tile) + weight.table_bytes
+
+
+def table_start(weight: Weight, tile: Tile) -> int:
+    """The weight's table lies behind the stages, and later the partial sums in their place."""
     return max(tile.teams * tile.stages * Stage(weight, tile).offset(), 4 * math.prod(tile.partials))
 
 

@@ -16,7 +16,10 @@ BYTES = {**FLOATS, **dict.fromkeys(INTEGERS, 1)}  # of a number by itself; two u
 
 @dataclass(frozen=True)
 class Weight:
-    """How a code becomes a weight: w = (q - bias - zero) * scale, one scale and zero per group along k."""
+    """How a code becomes a weight: w = (q - bias - zero) * scale, one scale and zero per group along k.
+
+    With a table, w = table[q] * scale.
+    """
 
     compute: str  # "float16" or "bfloat16": type of x and of the multiplier
     bias: int  # constant zero point; 8 for symmetric u4, 0 if there is none
@@ -24,16 +27,27 @@ class Weight:
     scale: str | None  # type of the loaded scale; None: there is none, or the epilogue applies it
     group: int | None  # extent of a group: a multiple of 16; None: all of K is one group
     code: DType = U4
+    table: tuple[float, ...] = ()  # what the codes stand for, if not for themselves; in float32
 
-    def __post_init__(self):
-        assert self.compute in HALVES, f"no 16-bit multiplier for {self.compute}"
-        assert self.zero in (None, *INTEGERS, "float16", "bfloat16", "float32"), self
-        assert self.scale in (None, *FLOATS), self
-        assert self.group is None or self.group % 16 == 0, f"group {self.group}"
-        assert self.code.bits <= 8 and (self.code.is_integer or not (self.bias or self.zero)), self
-        assert self.bias >= 0 and all(self._shifts_exactly(r) for r in range(2)), (
-            f"{self} needs more bits than its floats have"
-        )
+    @property
+    def problem(self) -> str:
+        """Why kernels can't be made for it; empty if they can."""
+        code = self.code
+        if self.compute not in HALVES:
+            return f"no 16-bit multiplier for {self.compute}"
+        if code.bits > 8 or (
+            code.is_float and not (code.mantissa <= self.half.mantissa and code.exponent <= self.half.exponent)
+        ):
+            return f"{code} has more bits than {self.compute}"
+        if self.zero not in (None, *INTEGERS, "float16", "bfloat16", "float32") or self.scale not in (None, *FLOATS):
+            return f"scales of {self.scale} and zeros of {self.zero} are not decoded"
+        if self.group is not None and self.group % 16:
+            return f"groups of {self.group} are no whole steps of 16"
+        if (self.bias or self.zero) and (self.table or code.is_float):
+            return "a zero point is taken off integers alone"
+        if not (self.bias >= 0 and all(self._shifts_exactly(r) for r in range(2))):
+            return f"{code} with zeros up to {self.largest_zero} needs more bits than {self.compute} has"
+        return ""
 
     @property
     def half(self) -> Half:
@@ -41,11 +55,13 @@ class Weight:
 
     def decoded(self, step: int, register: int) -> Decoded:
         """How two codes become floats: registers 0 .. 3 of a step of 16 of k."""
+        if self.table:
+            return decode.looked_up(self.code, self.half, self.table, step, register)
         return decode.decoded(self.code, self.half, step, register)
 
     def factor(self, r: int) -> float:
         """What a code of feature c + 8 r is multiplied by where it is a float."""
-        return decode.factor(self.code, self.half, r)
+        return self.decoded(0, r).factor
 
     def offset(self, r: int) -> float:
         """What such a float is for a weight of zero, if there is no loaded zero."""
@@ -69,7 +85,7 @@ class Weight:
                 3 bits, q - zero no more than 5, so their product is exact, too, and is added before the one rounding
         floats  in float32
         """
-        if self.zero not in (None, *INTEGERS):
+        if self.table or self.zero not in (None, *INTEGERS):
             return "floats"
         held = {"float16": ("float16", "e4m3", "e5m2"), "bfloat16": ("bfloat16", "e4m3", "e5m2", "e8m0")}
         if self.scale is None or self.scale in held[self.compute]:
@@ -77,6 +93,10 @@ class Weight:
         largest = self.largest_zero + (8 if self.code.kind == "int" else 0)
         small = self.code.is_integer and self.code.bits <= 4 and largest < 32
         return "split" if (self.compute, self.scale) == ("bfloat16", "float16") and small else "floats"
+
+    @property
+    def table_bytes(self) -> int:
+        return -(-4 * len(self.table) // 16) * 16
 
     @property
     def grouped(self) -> dict[str, str]:
