@@ -238,7 +238,7 @@ def granularity(cells: Sequence[Cell], schemes: Sequence[Scheme]) -> list[str]:
     by_place = {(results.scheme_label(s), s.params["group"]): s for s in schemes}
     first = results.scheme_label(schemes[0]), schemes[0].params["group"]
     base = {(c.K, c.N, c.M): c for c in cells if (c.scheme, c.group) == first}
-    rows = [f"{'scheme':32}{'group':>6}{'K':>7}{'N':>7}{'M':>6}{'us':>10}{'time':>7}{'bytes':>7}{'ratio':>7}"]
+    rows = [f"{'scheme':36}{'group':>6}{'K':>7}{'N':>7}{'M':>6}{'us':>10}{'time':>7}{'bytes':>7}{'ratio':>7}"]
     for c in cells:
         beside = base.get((c.K, c.N, c.M))
         if (c.scheme, c.group) == first or c.us is None or beside is None or beside.us is None:
@@ -247,7 +247,7 @@ def granularity(cells: Sequence[Cell], schemes: Sequence[Scheme]) -> list[str]:
         moved = declared_bytes(by_place[c.scheme, c.group], c.M, c.N, c.K) / declared_bytes(schemes[0], c.M, c.N, c.K)
         verdict = "" if time / moved <= GRANULARITY else "  missed"
         rows.append(
-            f"{c.scheme:32}{c.group:>6}{c.K:7}{c.N:7}{c.M:6}{c.us:10.2f}{time:7.2f}{moved:7.2f}{time / moved:7.2f}{verdict}"
+            f"{c.scheme:36}{c.group:>6}{c.K:7}{c.N:7}{c.M:6}{c.us:10.2f}{time:7.2f}{moved:7.2f}{time / moved:7.2f}{verdict}"
         )
     return rows
 
