@@ -26,9 +26,9 @@ from qdsl.runtime.artifact import kernel as kernel_of
 from qdsl.runtime.buffer import float_format, moved, plain_buffer, repacked, same_bits, signed, spelled, torch_type
 from qdsl.runtime.op import linear, rows
 from qdsl.runtime.resolve import (
+    check_codes,
     check_layer,
     check_rows_stand_alone,
-    check_table,
     kept_tensors,
     parsed,
     resolved,
@@ -399,7 +399,7 @@ class QuantLinear(nn.Module):
             patterns = repack.patterns_of(own, replace(declared, dtype=kind), words, kind, shape)
             return plain_buffer(declared, spelled(found.dtype)), repack.tensor_of(patterns, found.dtype)
         patterns = repack.read(self.scheme, storage, binding, tensors, prefix, self._sizes)
-        check_table(self.scheme, declared, patterns, prefix + binding.source)
+        check_codes(self.scheme, declared, patterns, prefix + binding.source)
         return self._packed(declared.name, patterns)
 
     def _packed(self, name: str, patterns: np.ndarray) -> tuple[Buffer, torch.Tensor]:

@@ -110,8 +110,16 @@ def kept_tensors(scheme: Scheme, bias: bool, phase: str) -> dict[str, Tensor]:
     return {t.name: t for t in tensors}
 
 
-def check_table(scheme: Scheme, declared: Tensor, patterns: np.ndarray, name: str) -> None:
-    """Codes that look a table up must name entries it has."""
+def check_codes(scheme: Scheme, declared: Tensor, patterns: np.ndarray, name: str) -> None:
+    """Codes must be numbers, and those that look a table up must name entries it has."""
+    if declared.role == "code" and declared.dtype.is_float:
+        wrong = ~np.isfinite(declared.dtype.decode(np.arange(1 << declared.dtype.bits)))[patterns]
+        if wrong.any():
+            at = [int(i) for i in np.argwhere(wrong)[0]]
+            raise ValueError(
+                f"`{name}` holds {int(wrong.sum())} codes that are no numbers; the first, {int(patterns[tuple(at)]):#04x} "
+                f"at {at}, is {declared.dtype.decode(patterns[tuple(at)]):g} in {declared.dtype}"
+            )
     for node in walk(scheme.weight.decode):
         if isinstance(node, Item) and node.args == (Ref(declared.name),):
             size = scheme.tensor(node.name).shape({})[0]

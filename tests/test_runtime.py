@@ -827,3 +827,19 @@ def test_gate_and_up_make_one_output():
     assert y.shape == (5, 48) and torch.allclose(y.double(), torch.nn.functional.silu(gate) * up, rtol=1e-4, atol=1e-4)
     with pytest.raises(qdsl.Error, match="can't pass a gradient to x"):
         layer(x.requires_grad_())
+
+
+def test_a_code_that_is_no_number_is_refused():
+    """No kernel of ours spends an instruction on NaN, and a model with one has no answers to give."""
+    scheme = qdsl.load("fp8a16_tensor", act="f32")
+    patterns = reference.random_patterns(scheme, np.random.default_rng(0), 16, 64)
+    (layout,) = scheme.layouts
+    patterns["q"][3, 17] = 0x7F
+    tensors = repack.write(scheme, scheme.layouts[layout], patterns, "p.")
+    layer = QuantLinear(scheme, 64, 16, bias=True)
+    with pytest.raises(
+        qdsl.CheckpointError, match=r"1 codes that are no numbers; the first, 0x7f at \[3, 17\], is nan in e4m3"
+    ):
+        layer.load(tensors, "p.")
+    patterns["q"][3, 17] = 0x7E
+    layer.load(repack.write(scheme, scheme.layouts[layout], patterns, "p."), "p.")
