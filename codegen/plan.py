@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -20,6 +21,9 @@ from qdsl.layout import Axis, Digit, Lane, Layout, Run, plain
 from qdsl.manifest import Buffer, Step, Variant
 from qdsl.scheme import Free, Group, Scheme, Tensor, Var
 from qdsl.split import Split, split
+
+if TYPE_CHECKING:
+    from qdsl.codegen.cuda.weight import Weight
 
 VECTOR = 16  # output features in one CPU vector, or neighbouring threads of a SIMT kernel
 
@@ -111,7 +115,7 @@ def plan(scheme: Scheme, target: Target) -> Plan:
         # One thread sums a number of y by rising k, however many rows there are: the order never depends on m.
         variants = (Variant("portable", (*quantize, Step("linear", (*given, *loaded, "y"))), order="by rising k"),)
         table = only("portable")
-    offset = 0.0 if loop is None else (1024.0 if compute.operand.name == "f16" else 128.0) + 16
+    offset = 0.0 if loop is None else _weight(scheme, loop).excess
     notes += _unused_hints(scheme, target)
     return Plan(scheme, target, weight, x_split, multiply, compute.accumulator, step, loop, buffers, variants, table, offset,
                 _max_k(scheme, weight, x_split), notes)  # fmt: skip
@@ -213,20 +217,13 @@ def _main_loop(scheme: Scheme, weight: Split, target: Target) -> MainLoop | None
     if len(groups) > 1:
         return None
     found = MainLoop(code.name, scale or None, name or None, constant, next(iter(groups), None), table)
-    return found if _runs(scheme, found) else None
+    return None if _weight(scheme, found).problem else found
 
 
-def _runs(scheme: Scheme, loop: MainLoop) -> bool:
-    """Whether there are kernels for it that have been verified on a GPU: those for codes of 4 bits.
-
-    The kernels for other codes, tables, small scales and groups of 16 n compile, and their decoding is tested code by code;
-    but no scheme gets them before they have run.
-    """
+def _weight(scheme: Scheme, loop: MainLoop) -> Weight:
     from qdsl.codegen.cuda.main_loop import weight_of
 
-    weight = weight_of(scheme, loop)
-    verified = str(weight.code) in ("u4", "i4") and not weight.table and weight.scale not in ("e4m3", "e5m2", "e8m0")
-    return not weight.problem and verified and (weight.group in (None, 16, 32) or weight.group % 64 == 0)
+    return weight_of(scheme, loop)
 
 
 def code_values(core: Expr, tensors: Sequence[Tensor]) -> np.ndarray | None:
@@ -288,12 +285,11 @@ def _group(t: Tensor) -> int | None:
 def _main_loop_variants(scheme: Scheme, target: Target, loop: MainLoop) -> tuple[tuple[Variant, ...], Table]:
     from qdsl.codegen.cuda import measured, model
     from qdsl.codegen.cuda.candidates import candidates
-    from qdsl.codegen.cuda.main_loop import weight_of
 
     given = [n for n in (loop.code, loop.scale, loop.zero) if n]
     rest = [t.name for t in scheme.tensors if t.loaded and t.name not in given]
     args = ("x", *given, *rest, "y")
-    weight = weight_of(scheme, loop)
+    weight = _weight(scheme, loop)
     kernels = candidates(target, weight)
     variants = tuple(Variant(c.name, (Step(f"linear_{c.name}", args),), c.k_multiple, c.order) for c in kernels)
     key = loop.key(scheme)

@@ -38,15 +38,35 @@ def test_four_bit_codes_with_16_bit_compute_take_the_main_loop(name, params, gro
 
 
 @pytest.mark.parametrize(
+    ("name", "params", "core", "lanes"),
+    [
+        ("awq4", {"group": 48}, "(q - z) * s", (32, 4)),
+        ("gptq", {"bits": 3}, "(q - z) * s", (32, 3)),
+        ("gptq", {"bits": 8}, "(q - z) * s", (64, 4)),
+        ("gptq_sym", {"bits": 2}, "(q - 2) * s", (32, 2)),
+        ("w8a16", {}, "q", (64, 4)),
+        ("fp8a16_channel", {"fmt": "e5m2"}, "q", (64, 4)),
+        ("mxfp4", {}, "q * s", (32, 4)),
+        ("nvfp4a16", {}, "q * s", (32, 4)),
+        ("nf4", {}, "table[q] * s", (32, 4)),
+    ],
+)
+def test_codes_of_any_kind_take_the_main_loop(name, params, core, lanes):
+    planned = plan(qdsl.load(name, **params), SM80)
+    assert f"tensor cores: {core}, " in str(planned.main_loop)
+    assert planned.buffer("q").layout.stored_shape((32, 128))[2:] == lanes
+    assert any(v.name == "any" for v in planned.variants)
+
+
+@pytest.mark.parametrize(
     ("name", "params"),
     [
         ("awq4", {"act": "f32"}),
-        ("awq4", {"group": 48}),
-        ("gptq", {"bits": 3}),
+        ("awq4", {"group": 24}),
         ("gptq_actorder", {}),
         ("w4a8", {}),
-        ("nf4", {}),
-        ("mxfp4", {}),
+        ("fp8a16_block", {}),
+        ("hqq", {}),
     ],
 )
 def test_what_the_main_loop_does_not_know_is_portable(name, params):
@@ -55,10 +75,11 @@ def test_what_the_main_loop_does_not_know_is_portable(name, params):
     assert [v.name for v in planned.variants] == ["portable"]
 
 
-def test_a_zero_point_beyond_the_codes_is_portable():
+def test_a_zero_point_beyond_the_codes_makes_a_table():
     """The bit trick's exact range ends; the equation stays right."""
     text = qdsl.load("q4_0").text.replace("(q - 8)", "(q - 100)")
-    assert plan(qdsl.parse(text), SM80).main_loop is None
+    loop = plan(qdsl.parse(text), SM80).main_loop
+    assert loop.constant == 0 and loop.table == tuple(float(q - 100) for q in range(16))
 
 
 def test_the_code_layout_is_the_a_fragment():

@@ -68,6 +68,13 @@ class Weight:
         return self.decoded(0, r).bias + self.factor(r) * self.bias
 
     @property
+    def excess(self) -> float:
+        """How far what is summed may be from the code less its zero point, in units of the code."""
+        shifted = self.zero is not None or any(self.offset(r) for r in range(2))
+        away = max(self.decoded(0, r).bias / self.factor(r) for r in range(2))
+        return away + (1 << self.code.bits) if shifted else 0.0
+
+    @property
     def largest_zero(self) -> int:
         return self.bias + ((1 << int(self.zero[1:])) - 1 if self.zero in INTEGERS else 0)
 

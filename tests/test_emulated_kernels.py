@@ -1,0 +1,185 @@
+"""Kernels for sm_80 and sm_90a, run without a GPU: every instruction of them on the host, against float64.
+
+The emulation (`emulation/simt.h`) is slow, so shapes are small: no multiple of any tile, and long enough along k to go around
+every ring.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from qdsl.cache import nvcc
+from qdsl.codegen.cuda import host
+from qdsl.codegen.cuda.candidates import candidates
+from qdsl.codegen.cuda.weight import Weight
+from qdsl.codegen.plan import fragment_codes
+from qdsl.codegen.target import target
+from qdsl.dtype import dtype
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from emulation.emulate import library, rewritten
+
+KINDS = {"float16": (torch.float16, 2.0**-11), "bfloat16": (torch.bfloat16, 2.0**-8)}
+NUMBERS = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
+TABLE = tuple(np.linspace(-1, 1, 24).astype(np.float32).tolist())
+WEIGHTS = {
+    "u4": Weight("float16", 0, "u4", "float16", 128),
+    "u4-bf16": Weight("bfloat16", 0, "u4", "float16", 64),
+    "u1": Weight("bfloat16", 0, "u1", "bfloat16", 32, dtype("u1")),
+    "u2": Weight("float16", 0, "u2", "float16", 64, dtype("u2")),
+    "u3": Weight("bfloat16", 4, None, "float16", 128, dtype("u3")),
+    "u5": Weight("float16", 0, "u5", "float16", 48, dtype("u5")),
+    "i6": Weight("bfloat16", 0, None, "bfloat16", 64, dtype("i6")),
+    "u7": Weight("float16", 0, "float16", "float16", 64, dtype("u7")),
+    "u8": Weight("float16", 0, "u8", "float16", 128, dtype("u8")),
+    "u8-bf16": Weight("bfloat16", 0, "u8", "float32", 128, dtype("u8")),
+    "i8": Weight("bfloat16", 0, None, None, None, dtype("i8")),
+    "e4m3": Weight("bfloat16", 0, None, "float32", 128, dtype("e4m3")),
+    "e4m3-f16": Weight("float16", 0, None, None, None, dtype("e4m3")),
+    "e5m2": Weight("float16", 0, None, "float16", 64, dtype("e5m2")),
+    "e2m3": Weight("bfloat16", 0, None, "e8m0", 32, dtype("e2m3")),
+    "mxfp4": Weight("bfloat16", 0, None, "e8m0", 32, dtype("e2m1")),
+    "mxfp4-f16": Weight("float16", 0, None, "e8m0", 32, dtype("e2m1")),
+    "nvfp4": Weight("float16", 0, None, "e4m3", 16, dtype("e2m1")),
+    "table": Weight("bfloat16", 0, None, "float16", 48, dtype("u5"), TABLE),
+    "nf4": Weight("float16", 0, None, "float32", 64, dtype("u4"), TABLE[4:20]),
+}
+
+
+def plain(acc, m, n, buffers):
+    return acc
+
+
+class Case:
+    """A random weight [n, k] and what kernels take for it, and x [m, k]."""
+
+    def __init__(self, weight: Weight, m: int, n: int, k: int):
+        self.weight, self.m, self.n, self.k = weight, m, n, k
+        rng = np.random.default_rng(m * 31 + n * 7 + k)
+        code, groups = weight.code, -(-k // weight.group) if weight.group else 1
+        patterns = rng.integers(0, len(weight.table) or 1 << code.bits, (n, k)).astype(np.uint8)
+        patterns[~np.isfinite(code.decode(patterns))] = 0
+        values = np.array(weight.table)[patterns] if weight.table else code.decode(patterns)
+        self.buffers = [torch.from_numpy(fragment_codes(2, code.bits).pack(patterns))]
+        scale, zero = np.ones((n, groups)), np.full((n, groups), float(weight.bias))
+        for role, kind in weight.grouped.items():
+            number = dtype(NUMBERS.get(kind, kind))
+            if role == "scale":
+                bits = number.encode(rng.uniform(0.5, 1, (n, groups)) * 2.0 ** rng.integers(-7, -3, (n, groups)))
+                scale = number.decode(bits)
+            else:
+                bits = number.encode(np.floor(rng.uniform(0, 1 << code.bits, (n, groups))))
+                zero = zero + number.decode(bits)
+            self.buffers.append(stored(bits, kind))
+        spread = np.minimum(np.arange(k) // (weight.group or k), groups - 1)
+        self.w = (values - zero[:, spread]) * scale[:, spread]
+        kind, self.unit = KINDS[weight.compute]
+        self.x = torch.from_numpy(rng.standard_normal((m, k))).to(kind)
+        exact = self.x.double().numpy()
+        self.y = exact @ self.w.T
+        # w rounds once, y once, sums in float32 of codes that are off by up to 2048 / factor
+        offset = max(abs(weight.offset(r) / weight.factor(r)) for r in range(2)) + 256
+        self.bound = (
+            1.05 * self.unit * (np.abs(exact) @ np.abs(self.w).T)
+            + 2.0**-20 * offset * (np.abs(exact) @ np.abs(scale[:, spread]).T)
+            + 1.05 * self.unit * np.abs(self.y)
+            + 1e-6
+        )
+
+    def check(self, function) -> float:
+        """The worst error over its bound."""
+        y = torch.full((self.m, self.n), float("nan"), dtype=self.x.dtype)
+        function(self.x, *self.buffers, y)
+        return float((np.abs(y.double().numpy() - self.y) / self.bound).max())
+
+
+def stored(bits: np.ndarray, kind: str) -> torch.Tensor:
+    """[n, groups] -> [tiles of 16, groups, c, r], as kernels take scales and zeros; two u4 in a byte."""
+    n, groups = bits.shape
+    rows = np.pad(bits, ((0, -n % 16), (0, 0))).reshape(-1, 2, 8, groups).transpose(0, 3, 2, 1)
+    if kind == "u4":
+        return torch.from_numpy(np.ascontiguousarray(rows[..., 0] | rows[..., 1] << 4).astype(np.uint8))
+    rows = torch.from_numpy(np.ascontiguousarray(rows))
+    return rows.view(
+        {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}.get(kind, torch.uint8)
+    )
+
+
+def run(arch: str, weight: Weight, shapes, folder: Path, names=None) -> dict[str, float]:
+    goal = target("cuda", arch)
+    kernels = [c for c in candidates(goal, weight) if names is None or c.name in names]
+    functions = {c.name: c.lower(c.name, (), plain) for c in kernels}
+    module = library(host.emit(functions, goal, goal.dependent_launch), folder)
+    worst: dict[str, float] = {}
+    for m, n, k in shapes:
+        case = Case(weight, m, n, k)
+        for c in kernels:
+            if k % c.k_multiple == 0:
+                worst[c.name] = max(worst.get(c.name, 0.0), np.nan_to_num(case.check(module[c.name]), nan=np.inf))
+    return worst
+
+
+NEEDS = pytest.mark.skipif(nvcc() is None, reason="needs the headers of CUDA, which come with nvcc")
+SHAPES = [(3, 72, 200), (20, 40, 136)]  # one part of y and several; ragged groups, features and steps
+HOPPER = (
+    "h8",
+    "t1",
+    "t8_long",
+    "t8_split",
+    "t16_broad",
+    "w32_narrow",
+    "w64_wide",
+    "w64_tail",
+    "w128_split",
+    "w152",
+    "w256_tail",
+)
+
+
+@NEEDS
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_every_code_on_hopper(name, tmp_path):
+    worst = run("sm_90a", WEIGHTS[name], SHAPES[:1], tmp_path, ("t8", "w32_narrow"))
+    assert len(worst) == 2 and max(worst.values()) <= 1, worst
+
+
+@NEEDS
+@pytest.mark.parametrize("name", ["u4", "u3", "u8", "e4m3", "mxfp4-f16", "nvfp4", "table"])
+def test_codes_on_sm_80(name, tmp_path):
+    worst = run("sm_80", WEIGHTS[name], SHAPES[:1], tmp_path, ("m8", "m64"))
+    assert len(worst) == 2 and max(worst.values()) <= 1, worst
+
+
+@NEEDS
+def test_kernels_of_every_kind(tmp_path):
+    """Clusters, teams, persistent kernels with a last round in halves: on a GPU of 6 multiprocessors it is often short."""
+    worst = run("sm_90a", WEIGHTS["u4"], [*SHAPES, (70, 456, 264)], tmp_path, HOPPER)
+    assert worst.keys() == set(HOPPER) and max(worst.values()) <= 1, worst
+
+
+@NEEDS
+def test_the_emulation_sees_what_is_wrong(tmp_path):
+    """A code, a scale and a number of x that are another make an error; so does an instruction that it does not know."""
+    case, weight = Case(WEIGHTS["u4"], 3, 72, 200), WEIGHTS["u4"]
+    goal = target("cuda", "sm_90a")
+    (kernel,) = (c for c in candidates(goal, weight) if c.name == "t8")
+    text = host.emit({"t8": kernel.lower("t8", (), plain)}, goal, overlapped=True)
+    function = library(text, tmp_path)["t8"]
+    assert case.check(function) <= 1
+    for buffer, at in (
+        (case.buffers[0].view(torch.int32), (2, 1, 5, 1)),
+        (case.buffers[1], (1, 1, 3, 0)),
+        (case.x, (1, 150)),
+    ):
+        before = buffer[at].clone()
+        buffer[at] = before ^ 0x700 if buffer.dtype == torch.int32 else before + 1
+        assert case.check(function) > 1
+        buffer[at] = before
+    with pytest.raises(ValueError, match="does not know `ex2"):
+        rewritten(text.replace("fma.rn.f16x2 ", "ex2.approx.f16x2 ").replace("prmt.b32 ", "ex2.approx "))
