@@ -177,8 +177,11 @@ class _Parts:
                 height = tirx.min(self.rows - group * GROUP, GROUP)
                 assign(place, 0, group * GROUP + tirx.truncmod(within, height))
                 assign(place, 1, tirx.truncdiv(within, height))
-        tile = self.k.tile
-        return replace(self.k, m0=place[0] * tile.tokens, o0=place[1] * (tile.features // 16), halved=halved)
+        # The last tokens are those that end with x: TMA takes longer for rows that x has not than for those it has. What
+        # the part before has as well is not stored again.
+        tile, first = self.k.tile, place[0] * self.k.tile.tokens
+        m0 = register("int32", tirx.min(first, tirx.max(self.k.M - tile.tokens, 0)))
+        return replace(self.k, m0=m0[0], first=first, o0=place[1] * (tile.features // 16), halved=halved)
 
 
 def _stages_of(k: Kernel):

@@ -36,6 +36,7 @@ class Kernel(Generic[Cut]):
     thread: tirx.Expr
     pool: tirx.Buffer
     m0: tirx.Expr | None = None  # first token of the CTA; None: its parts have one each
+    first: tirx.Expr | None = None  # the first that it stores; None: the same
     o0: tirx.Expr | None = None  # first tile of 16 features of the CTA
     aligned: tirx.Expr | None = None  # rows of x begin on 16-byte boundaries; None: they always do
     rank: tirx.Expr | None = None  # of the CTA in its cluster; None: it is alone
@@ -50,6 +51,11 @@ class Kernel(Generic[Cut]):
         sizes = {name: T.cast(size, "int32") for name, size in (("M", M), ("N", N), ("K", K))}
         grouped = {role: buffers[role] for role in weight.grouped}
         return cls(weight, tile, buffers["x"], buffers["q"], grouped, **sizes, **places)
+
+    def stores(self, m, count: int = 1):
+        """Whether one of tokens m .. m + count is stored by this CTA."""
+        inside = m < self.M
+        return inside if self.first is None else tirx.all(inside, m + count > self.first)
 
     @property
     def k_tiles(self):

@@ -98,7 +98,7 @@ def _items(k: Kernel, first, count: int, threads: int):
         item = i * threads + k.thread
         token, feature = (first + item) // row, (first + item) % row * 4
         m, n = k.m0 + token, k.o0 * 16 + feature
-        with when(tirx.all(item < count, m < k.M, n < k.N)):
+        with when(tirx.all(item < count, k.stores(m), n < k.N)):
             yield token, feature, m, n
 
 

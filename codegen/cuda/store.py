@@ -39,7 +39,7 @@ def store_direct(k: Kernel, acc, epilogue, buffers, y):
         n0 = (k.o0 + (group * tile.blocks + f) * 4) * 16
         for token in range(0, tile.tokens, TOKENS):
             count = min(TOKENS, tile.tokens - token)
-            with when(k.m0 + token < k.M):
+            with when(k.stores(k.m0 + token, count)):
                 sync()  # the tokens staged before have been read
                 _stage_tokens(k, acc, f, token, count, n0, lambda at: staging.ptr_to([own + at]), epilogue, buffers)
                 sync()
@@ -78,7 +78,7 @@ def _store_rows(k: Kernel, staging, own, m0, n0, tokens: int, y):
         piece = i * 128 + k.thread % 128
         row, n = piece // 8, n0 + piece % 8 * 8
         m, at = m0 + row, own + row * (PITCH // 2) + piece % 8 * 8
-        with when(tirx.all(row < tokens, m < k.M, n < k.N)), T.If(aligned):
+        with when(tirx.all(row < tokens, k.stores(m), n < k.N)), T.If(aligned):
             with T.Then():
                 ptx("ld.shared.v4.b32", *(words[r] for r in range(4)), staging.ptr_to([at]))
                 ptx("st.global.v4.b32", y.ptr_to([wide(m), wide(n)]), *(words[r] for r in range(4)))
