@@ -185,14 +185,21 @@ class _Parts:
 
 
 def _stages_of(k: Kernel):
-    """The stages of the CTA's share of k, first and end."""
-    size, all_stages = k.tile.slice, (k.k_tiles + (k.tile.slice - 1)) // k.tile.slice
-    if not k.tile.tail:
+    """The stages of the CTA's share of k, first and end.
+
+    A persistent kernel's teams go on around the ring from part to part, so every part has as many stages for each team: what
+    lies beyond K is zero.
+    """
+    tile, size, teams = k.tile, k.tile.slice, k.tile.teams
+    if not tile.persistent:
         first, end = k.share
         return first // size, (end + (size - 1)) // size
-    half = (all_stages + 1) // 2
+    all_rounds = (k.k_tiles + (size * teams - 1)) // (size * teams)
+    if not tile.tail:
+        return T.int32(0), all_rounds * teams
+    half = (all_rounds + 1) // 2 * teams
     first = register("int32", T.if_then_else(k.halved, k.rank * half, T.int32(0)))
-    return first[0], T.if_then_else(tirx.all(k.halved, k.rank == 0), half, all_stages)
+    return first[0], T.if_then_else(tirx.all(k.halved, k.rank == 0), half, all_rounds * teams)
 
 
 def pool_bytes(weight: Weight, tile: Cut) -> int:

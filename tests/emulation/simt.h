@@ -92,7 +92,7 @@ inline void require(bool held, const char* what) {
 }
 
 inline void give_way() {
-  require(++waits < 400'000'000, "an end of waiting");
+  require(++waits < 20'000'000, "an end of waiting");
   swapcontext(&now->context, &scheduler);
 }
 
