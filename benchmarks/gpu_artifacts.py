@@ -20,6 +20,11 @@ MORE: dict[str, tuple[dict[str, object], ...]] = {
     "gptq_sym": ({"bits": 3}, {"bits": 8}, {"act": "bf16", "group": 64}, {"group": "k"}),
     "gptq_actorder": ({"group": 32}, {"bits": 8}),
     "fp8_block": ({"fmt": "e5m2"},),
+    "fp8a16_channel": ({"fmt": "e5m2"}, {"act": "f16"}),
+    "mxfp4": ({"act": "f16"},),
+    "nf4": ({"act": "bf16"},),
+    "w8a16": ({"act": "f16"},),
+    "w8a16_group": ({"act": "f16", "group": 32},),
 }
 
 

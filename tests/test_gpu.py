@@ -167,10 +167,13 @@ def test_every_variant_is_right():
             check(layer, patterns, x, y)
 
 
-@pytest.mark.parametrize("m", [2, 40, 300])
-def test_every_variant_gives_the_same_bits_again_and_again(m):
-    """Enough parts for every SM, and rings that go around many times: a slot read too early or filled too early shows."""
-    n, k = 14336, 4096
+@pytest.mark.parametrize(("m", "k"), [(2, 4096), (40, 4096), (300, 4096), (130, 4352)])
+def test_every_variant_gives_the_same_bits_again_and_again(m, k):
+    """Enough parts for every SM, and rings that go around many times: a slot read too early or filled too early shows.
+
+    K = 4352 is an odd number of stages of 256: the next part begins where a team has had one more than the other.
+    """
+    n = 14336
     torch.manual_seed(0)
     random = torch.nn.Linear(k, n, bias=False, device="cuda", dtype=HALF)
     layer = QuantLinear.from_float(random, "awq4")
