@@ -16,7 +16,7 @@ from qdsl.choice import Key, Table, only
 from qdsl.codegen.target import Target
 from qdsl.diagnostic import Diagnostic, TargetError, error
 from qdsl.dtype import DType, dtype
-from qdsl.expr import Binary, Expr, Item, Number, Ref, evaluate, names, of_dtype
+from qdsl.expr import Binary, Expr, Item, Negate, Number, Ref, evaluate, names, of_dtype
 from qdsl.layout import Axis, Digit, Lane, Layout, Run, plain
 from qdsl.manifest import Buffer, Step, Variant
 from qdsl.scheme import Free, Group, Scheme, Tensor, Var
@@ -201,9 +201,13 @@ def _main_loop(scheme: Scheme, weight: Split, target: Target) -> MainLoop | None
         return None
     if scheme.output.dtype != operand or code.dtype.bits > 8 or len(code.index) != 2:
         return None
-    if weight.gathered or weight.correction is not None:
+    if weight.gathered:
         return None
     zero, table = _zero(weight.core, code.name, scheme), ()
+    if weight.correction is not None:
+        zero = _float_zero(weight, scheme) if zero == ("", 0) else None
+        if zero is None:
+            return None
     if zero is None:
         values = code_values(weight.core, scheme.weight.tensors)
         if values is None:
@@ -256,6 +260,16 @@ def _zero(core: Expr, code: str, scheme: Scheme) -> tuple[str, int] | None:
                 tensor.dtype.kind == "uint" and tensor.dtype.bits == kind.bits
             )
             return (z, 0) if held and _features_and_groups(tensor) else None
+        case _:
+            return None
+
+
+def _float_zero(weight: Split, scheme: Scheme) -> tuple[str, int] | None:
+    """The zero of `(q - z) * s` whose z is a float: no code less z is exact, so that z * s stands apart."""
+    match weight.correction, weight.fold:
+        case Binary("*", Negate(Ref(z)), Ref(s)), Ref(fold) if s == fold:
+            tensor = scheme.tensor(z)
+            return (z, 0) if tensor.dtype.name in ("f16", "bf16", "f32") and _features_and_groups(tensor) else None
         case _:
             return None
 

@@ -31,6 +31,7 @@ TABLE = tuple(np.linspace(-1, 1, 24).astype(np.float32).tolist())
 WEIGHTS = {
     "u4": Weight("float16", 0, "u4", "float16", 128),
     "u4-bf16": Weight("bfloat16", 0, "u4", "float16", 64),
+    "hqq": Weight("bfloat16", 0, "float16", "float16", 64),
     "u1": Weight("bfloat16", 0, "u1", "bfloat16", 32, dtype("u1")),
     "u2": Weight("float16", 0, "u2", "float16", 64, dtype("u2")),
     "u3": Weight("bfloat16", 4, None, "float16", 128, dtype("u3")),

@@ -49,6 +49,7 @@ def test_four_bit_codes_with_16_bit_compute_take_the_main_loop(name, params, gro
         ("mxfp4", {}, "q * s", (32, 4)),
         ("nvfp4a16", {}, "q * s", (32, 4)),
         ("nf4", {}, "table[q] * s", (32, 4)),
+        ("hqq", {"bits": 2}, "(q - z) * s", (32, 2)),
     ],
 )
 def test_codes_of_any_kind_take_the_main_loop(name, params, core, lanes):
@@ -66,7 +67,7 @@ def test_codes_of_any_kind_take_the_main_loop(name, params, core, lanes):
         ("gptq_actorder", {}),
         ("w4a8", {}),
         ("fp8a16_block", {}),
-        ("hqq", {}),
+        ("q4_1", {}),
     ],
 )
 def test_what_the_main_loop_does_not_know_is_portable(name, params):
