@@ -13,13 +13,17 @@ import numpy as np
 import pytest
 import torch
 
+import qdsl
+from qdsl import reference
 from qdsl.cache import nvcc
-from qdsl.codegen.cuda import host
+from qdsl.codegen.cuda import host, main_loop
 from qdsl.codegen.cuda.candidates import candidates
 from qdsl.codegen.cuda.weight import Weight
-from qdsl.codegen.plan import fragment_codes
+from qdsl.codegen.plan import fragment_codes, plan
 from qdsl.codegen.target import target
 from qdsl.dtype import dtype
+from qdsl.runtime import repack
+from qdsl.runtime.buffer import torch_type
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -191,3 +195,36 @@ def test_the_emulation_sees_what_is_wrong(tmp_path):
         buffer[at] = before
     with pytest.raises(ValueError, match="does not know `lop9"):
         rewritten(text.replace("lop3.b32 ", "lop9.b32 "))
+
+
+SCHEMES = [
+    ("awq4", {"group": 32}), ("gptq", {"bits": 3, "act": "bf16", "scale_type": "bf16"}), ("gptq", {"bits": 8}), ("gptq_sym", {"bits": 2}),
+    ("hqq", {"bits": 2}), ("mxfp4", {}), ("mxfp8", {"act": "f16"}), ("nvfp4a16", {}), ("nf4", {}), ("q8_0", {}), ("w8a16", {}),
+    ("fp8a16_channel", {"fmt": "e5m2"}),
+]  # fmt: skip
+
+
+@NEEDS
+@pytest.mark.parametrize(
+    ("name", "params"), SCHEMES, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values()))
+)
+def test_schemes_from_their_equation_to_their_numbers(name, params, tmp_path):
+    """The planner's layouts and epilogue with kernels of sm_80, within the bound of the reference."""
+    scheme, goal = qdsl.load(name, **params), target("cuda", "sm_80")
+    planned, (m, n, k) = plan(scheme, goal), SHAPES[0]
+    functions = {name: f for name, f in main_loop.lower(planned).items() if name in ("linear_m8", "linear_m64")}
+    module = library(host.emit(functions, goal), tmp_path)
+    patterns = reference.random_patterns(scheme, np.random.default_rng(0), n, k)
+    variant = next(v for v in planned.variants if v.name == "m8")
+    given = []
+    for arg in variant.steps[0].args[1:-1]:
+        buffer = planned.buffer(arg)
+        given.append(repack.tensor_of(buffer.layout.pack(patterns[arg]), torch_type(buffer)))
+    kind = repack.torch_dtype(scheme.output.dtype)
+    x = torch.from_numpy(np.random.default_rng(1).standard_normal((m, k))).to(kind)
+    y = torch.full((m, n), float("nan"), dtype=kind)
+    expected = reference.linear(scheme, x.double().numpy(), patterns, n, offset=planned.offset)
+    for name in functions:  # one that corrects sums, one that corrects weights
+        y.fill_(float("nan"))
+        module[name](x, *given, y)
+        assert (np.abs(y.double().numpy() - expected.y) <= expected.bound).all(), name
