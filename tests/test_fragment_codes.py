@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from qdsl.codegen.cuda.decode import HALVES, bits, decoded, factor, planes, words_of
+from qdsl.codegen.cuda.decode import HALVES, bits, decoded, factor, words_of
 from qdsl.codegen.cuda.weight import Weight
-from qdsl.codegen.plan import fragment_codes
+from qdsl.codegen.plan import fragment_codes, planes
 from qdsl.dtype import dtype
 
 INTEGERS = [*(f"u{n}" for n in range(1, 9)), *(f"i{n}" for n in range(2, 9))]
@@ -91,7 +91,7 @@ def test_what_no_kernel_can_do_is_said():
 def test_planes_waste_nothing():
     for width in range(1, 9):
         lanes, count = words_of(width)
-        assert sum(planes(width)) == width and lanes * count == 32 * width
+        assert sum(part for _, part in planes(width)) == width and lanes * count == 32 * width
         assert fragment_codes(2, width).stored_shape((16, 64)) == (1, 1, lanes, count)
 
 

@@ -143,11 +143,7 @@ class WeightStep:
                 value = T.float32(-weight.bias) - T.cast(zero, "float32")
                 ptx(f"cvt.rn.{half.ptx}x2.f32", self.shift[2 * f + r], value, value)
             else:
-                assign(
-                    self.shift,
-                    2 * f + r,
-                    T.uint32((decode.bits(half, -weight.bias) if weight.bias else 0x8000) * 0x10001),
-                )
+                assign(self.shift, 2 * f + r, T.uint32(decode.bits(half, -float(weight.bias)) * 0x10001))
             if weight.arithmetic == "split":
                 self._split(2 * f + r, _floats("float16", words["scale"])[r])
             elif weight.scale == weight.compute:

@@ -28,6 +28,7 @@ import numpy as np
 from tvm.tirx.script import builder as T
 
 from qdsl.codegen.cuda.builder import ptx, when
+from qdsl.codegen.plan import planes
 from qdsl.dtype import DType
 
 
@@ -59,11 +60,6 @@ class Half:
 
 
 HALVES = {"float16": Half("f16", 10, 15), "bfloat16": Half("bf16", 7, 127)}
-
-
-def planes(bits: int) -> tuple[int, ...]:
-    """A width as a sum of powers of two, the lowest bits of a code first."""
-    return tuple(width for width in (8, 4, 2, 1) if bits & width)
 
 
 def words_of(bits: int) -> tuple[int, int]:
@@ -186,11 +182,11 @@ class _Part:
 
 
 def _parts(bits: int, step: int, register: int) -> tuple[_Part, ...]:
-    found, first, low = [], 0, 0
-    for width in planes(bits):
+    found, first = [], 0
+    for low, width in planes(bits):
         at = (4 * step + register) * width
         found.append(_Part(first + at // 16, at % 16, low, width))
-        first, low = first + width, low + width
+        first += width
     return tuple(found)
 
 
@@ -202,7 +198,7 @@ def _placed(part: _Part, position: int, low: int = 0, width: int | None = None) 
 
 def _shared_shift(code: DType, half: Half) -> int:
     """By how many bits the code of r = 1 may stay higher than that of r = 0: then both are taken by one shift."""
-    width = planes(code.bits)[0]
+    _, width = planes(code.bits)[0]
     return width if width == code.bits and 2 * width <= half.mantissa else 0
 
 

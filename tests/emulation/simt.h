@@ -287,15 +287,12 @@ inline void sync_warp() { meet(now->warp().meeting, 32, [] {}); }
 inline uint32_t shuffle(uint32_t value, uint32_t source) {
   Warp& warp = now->warp();
   int lane = now->lane();
-  static uint32_t found[32];
   warp.value[lane] = value, warp.source[lane] = source;
-  uint32_t result = 0;
   meet(warp.meeting, 32, [&] {
     for (int l = 0; l < 32; ++l) warp.address[l] = warp.value[warp.source[l] % 32];
   });
-  result = warp.address[lane];
+  uint32_t result = warp.address[lane];
   sync_warp();
-  (void)found;
   return result;
 }
 
@@ -327,10 +324,6 @@ inline void store_matrices_transposed(int count, uint32_t address, const uint32_
           std::memcpy(at(warp.address[8 * i + l % 4 * 2 + p]) + 2 * (l / 4), &half, 2);
         }
   });
-}
-
-inline float part(const uint32_t (&registers)[4], int index, bool bf16) {
-  return half_value(registers[index / 2] >> 16 * (index % 2) & 0xFFFF, bf16);
 }
 
 // A row of A, 16 numbers, out of the fragments of a warp: row r, lane 4 (r % 8) + t has k = 2t + p and 8 + 2t + p.
