@@ -16,14 +16,26 @@ ARCHS = ("sm_80", "sm_90a")
 # Every shipped scheme as declared, and the parameters that change the kernels.
 MORE: dict[str, tuple[dict[str, object], ...]] = {
     "awq4": ({"act": "bf16"}, {"group": 32}, {"group": 64}, {"group": "k"}, {"act": "bf16", "scale_type": "bf16"}),
-    "gptq": ({"bits": 2}, {"bits": 3}, {"bits": 8}, {"act": "bf16"}),
+    "gptq": (
+        *({"bits": bits} for bits in (2, 3, 5, 6, 7, 8)),
+        {"act": "bf16"},
+        {"group": 20},
+        {"bits": 1, "group": 64, "act": "bf16"},
+    ),
     "gptq_sym": ({"bits": 3}, {"bits": 8}, {"act": "bf16", "group": 64}, {"group": "k"}),
-    "gptq_actorder": ({"group": 32}, {"bits": 8}),
+    "gptq_actorder": ({"group": 32}, {"bits": 3, "act": "bf16"}, {"bits": 8, "group": 40}),
+    "gptq_sym_actorder": ({"bits": 8, "act": "bf16"},),
     "fp8_block": ({"fmt": "e5m2"},),
+    "fp8a16_block": ({"scale_type": "e8m0"}, {"fmt": "e5m2", "act": "f16", "block": 48}),
     "fp8a16_channel": ({"fmt": "e5m2"}, {"act": "f16"}),
+    "fp8a16_tensor": ({"fmt": "e5m2", "act": "f16"},),
+    "hqq": ({"bits": 2}, {"bits": 8, "act": "bf16"}),
     "mxfp4": ({"act": "f16"},),
-    "nf4": ({"act": "bf16"},),
+    "mxfp8": ({"fmt": "e5m2", "act": "f16"},),
+    "nf4": ({"act": "bf16"}, {"group": 128}),
+    "nvfp4a16": ({"act": "f16"},),
     "w8a16": ({"act": "f16"},),
+    "w8a16_asym": ({"group": 128, "act": "f16", "zero_type": "f32"},),
     "w8a16_group": ({"act": "f16", "group": 32},),
 }
 

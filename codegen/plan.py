@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -19,7 +19,8 @@ from qdsl.dtype import DType, dtype
 from qdsl.expr import Binary, Expr, Item, Negate, Number, Ref, evaluate, names, of_dtype
 from qdsl.layout import Axis, Digit, Lane, Layout, Run, plain
 from qdsl.manifest import Buffer, Step, Variant
-from qdsl.scheme import Free, Group, Scheme, Tensor, Var
+from qdsl.order import ORDERED, SOURCE, Order
+from qdsl.scheme import Free, Gather, Group, Scheme, Tensor, Var
 from qdsl.split import Split, split
 
 if TYPE_CHECKING:
@@ -30,7 +31,7 @@ VECTOR = 16  # output features in one CPU vector, or neighbouring threads of a S
 
 @dataclass(frozen=True)
 class MainLoop:
-    """What the tensor-core main loop needs to know of `w = (q - zero) * scale`."""
+    """What the tensor-core main loop needs to know of `w = (q - zero) * scale + offset`."""
 
     code: str
     scale: str | None  # the grouped scale's name; scales without k are left to the epilogue
@@ -38,6 +39,14 @@ class MainLoop:
     constant: int  # a zero point known at compile time
     group: int | None  # along k; None: one group
     table: tuple[float, ...] = ()  # instead of `code - zero`: what the code stands for
+    offset: str | None = None  # the loaded offset's name
+    subtract: bool = False  # it is taken off
+    order: Order | None = None  # the order of the inputs, if not their own
+
+    @property
+    def grouped(self) -> tuple[str, ...]:
+        """The tensors that are constant in a group, in the order that kernels take them."""
+        return tuple(name for name in (self.scale, self.zero, self.offset) if name)
 
     def key(self, scheme: Scheme) -> Key:
         """Which tables of measured choices are about this main loop."""
@@ -49,8 +58,10 @@ class MainLoop:
     def __str__(self) -> str:
         zero = self.zero or (str(self.constant) if self.constant else "")
         core = f"({self.code} - {zero})" if zero else f"table[{self.code}]" if self.table else self.code
+        core += f" * {self.scale}" if self.scale else ""
+        core += f" {'-' if self.subtract else '+'} {self.offset}" if self.offset else ""
         groups = "one group along k" if self.group is None else f"groups of {self.group} along k"
-        return f"tensor cores: {core}{f' * {self.scale}' if self.scale else ''}, {groups}"
+        return f"tensor cores: {core}, {groups}{f', {self.order}' if self.order else ''}"
 
 
 @dataclass(frozen=True)
@@ -84,7 +95,7 @@ class Plan:
             f"  main loop   {self.main_loop or 'portable'}",
             "  layouts",
         ]
-        lines += [f"    {b.tensor}{b.layout} ({b.dtype})" for b in self.buffers]
+        lines += [f"    {b.tensor}{b.layout} ({b.dtype}{', ordered' if b.order else ''})" for b in self.buffers]
         lines.append("  variants")
         lines += [f"    {variant}" for variant in self.variants]
         if len(self.variants) > 1:
@@ -103,8 +114,7 @@ def plan(scheme: Scheme, target: Target) -> Plan:
     loop = _main_loop(scheme, weight, target)
     multiply, notes = _multiply(scheme, target) if loop is None else (compute.operand, ())
     step = _step(scheme, weight, x_split)
-    tile = loop is not None or (target.kind == "cuda" and scheme.code.dtype.bits == 4)
-    buffers = tuple(_buffer(t, scheme, tile) for t in scheme.tensors if t.loaded)
+    buffers = tuple(_buffer(t, scheme, target, loop) for t in scheme.tensors if t.loaded)
     loaded = [b.tensor for b in buffers]
     computed = [t for t in activation.operand.tensors if not t.loaded] if activation else []
     quantize = tuple(Step(f"quantize_{t.name}", quantize_args(scheme, t)) for t in computed)
@@ -194,33 +204,40 @@ def _max_k(scheme: Scheme, weight: Split, activation: Split) -> int | None:
 
 # ---- the tensor-core main loop -----------------------------------------------------------------------------------
 def _main_loop(scheme: Scheme, weight: Split, target: Target) -> MainLoop | None:
-    """The main loop's view of the weight; None when the equation is not `(code - zero) * scale` or `f(code) * scale`."""
+    """The main loop's view of the weight; None when the equation is neither `(code - zero) * scale + offset` nor
+    `f(code) * scale + offset`, where all but the code may be missing."""
     code = scheme.code
     operand = scheme.compute.operand
     if operand.name not in target.fragments or scheme.activations or scheme.output.half:
         return None
     if scheme.output.dtype != operand or code.dtype.bits > 8 or len(code.index) != 2:
         return None
-    if weight.gathered:
-        return None
     zero, table = _zero(weight.core, code.name, scheme), ()
-    if weight.correction is not None:
-        zero = _float_zero(weight, scheme) if zero == ("", 0) else None
-        if zero is None:
-            return None
     if zero is None:
         values = code_values(weight.core, scheme.weight.tensors)
         if values is None:
             return None
         zero, table = ("", 0), tuple(values.astype(np.float32).tolist())
-    scale = _grouped_scale(weight.fold, scheme)
-    if scale is None:
+    (name, constant), offset = zero, _offset(weight.correction)
+    if (apart := _float_zero(weight, scheme)) is not None:
+        name, offset = apart, ("", False)
+    if offset is None or not isinstance(weight.fold, Ref | None):
         return None
-    name, constant = zero
-    groups = {_group(scheme.tensor(n)) for n in (name, scale) if n}
-    if len(groups) > 1:
+    scale = weight.fold.name if weight.fold is not None else ""
+    places = [_place(scheme.tensor(n), scheme) for n in (scale, name, offset[0]) if n]
+    if None in places:
         return None
-    found = MainLoop(code.name, scale or None, name or None, constant, next(iter(groups), None), table)
+    sizes = {place.inputs for place in places if place.inputs}
+    named = {place.named for place in places if place.inputs}
+    group, order = math.gcd(*sizes) or None, None
+    if named - {None} or (group and group % 16):  # no runs of whole steps
+        if len(sizes) > 1 or len(named) > 1:
+            return None
+        order = Order(next(iter(named)), group, -(-group // 16) * 16)
+        group = order.padded
+    found = MainLoop(
+        code.name, scale or None, name or None, constant, group, table, offset[0] or None, offset[1], order
+    )
     return None if _weight(scheme, found).problem else found
 
 
@@ -255,57 +272,92 @@ def _zero(core: Expr, code: str, scheme: Scheme) -> tuple[str, int] | None:
         case Binary("-", Ref(name), Number(value)) if name == code and kind.is_integer:
             return ("", int(value)) if value in range(1 << kind.bits) else None
         case Binary("-", Ref(name), Ref(z)) if name == code and kind.is_integer:
-            tensor = scheme.tensor(z)
-            held = tensor.dtype.name in ("f16", "bf16", "f32") or (
-                tensor.dtype.kind == "uint" and tensor.dtype.bits == kind.bits
-            )
-            return (z, 0) if held and _features_and_groups(tensor) else None
+            return z, 0
         case _:
             return None
 
 
-def _float_zero(weight: Split, scheme: Scheme) -> tuple[str, int] | None:
-    """The zero of `(q - z) * s` whose z is a float: no code less z is exact, so that z * s stands apart."""
+def _float_zero(weight: Split, scheme: Scheme) -> str | None:
+    """The zero of `(q - z) * s` whose z is a float: no code less z is exact, so that -z * s, or -z, stands apart."""
     match weight.correction, weight.fold:
-        case Binary("*", Negate(Ref(z)), Ref(s)), Ref(fold) if s == fold:
-            tensor = scheme.tensor(z)
-            return (z, 0) if tensor.dtype.name in ("f16", "bf16", "f32") and _features_and_groups(tensor) else None
+        case Binary("*", Negate(Ref(z)), Ref(s)), Ref(fold) if s == fold and weight.core == Ref(scheme.code.name):
+            return z
+        case Negate(Ref(z)), None if scheme.tensor(z).role == "zero" and weight.core == Ref(scheme.code.name):
+            return z
         case _:
             return None
 
 
-SCALES = ("f16", "bf16", "f32", "e4m3", "e5m2", "e8m0")  # of groups
+def _offset(correction: Expr | None) -> tuple[str, bool] | None:
+    """(loaded offset or "", whether it is taken off) of a correction; None when it is anything else."""
+    match correction:
+        case None:
+            return "", False
+        case Ref(name):
+            return name, False
+        case Negate(Ref(name)):
+            return name, True
+        case _:
+            return None
 
 
-def _grouped_scale(fold: Expr | None, scheme: Scheme) -> str | None:
-    """The one scale tensor of the fold, "" when there is none, None when the fold is anything else."""
-    if fold is None:
-        return ""
-    if isinstance(fold, Ref):
-        tensor = scheme.tensor(fold.name)
-        if tensor.dtype.name in SCALES and _features_and_groups(tensor):
-            return fold.name
-    return None
+@dataclass(frozen=True)
+class Place:
+    """Which weights share a number of a tensor.
+
+    features   how many features; None: all
+    inputs     how many inputs, of one group; None: all
+    named      the tensor that names the group of each input; None: inputs k belong to group k // inputs
+    """
+
+    features: int | None
+    inputs: int | None
+    named: str | None = None
 
 
-def _features_and_groups(t: Tensor) -> bool:
-    return len(t.index) == 2 and t.index[0] == Var("n") and isinstance(t.index[1], Group) and t.index[1].axis == "k"
+def _place(t: Tensor, scheme: Scheme) -> Place | None:
+    """None when the tensor's index says anything else."""
+    features, inputs, named, rest = None, None, None, list(t.index)
+    if rest and (rest[0] == Var("n") or (isinstance(rest[0], Group) and rest[0].axis == "n")):
+        first = rest.pop(0)
+        features = first.size if isinstance(first, Group) else 1
+    if rest and isinstance(rest[0], Gather):
+        named = rest[0].tensor
+        rest[0] = scheme.tensor(named).extent
+    if rest and isinstance(rest[0], Group) and rest[0].axis == "k":
+        inputs = rest.pop(0).size
+    return None if rest else Place(features, inputs, named)
 
 
-def _group(t: Tensor) -> int | None:
-    return t.index[1].size if len(t.index) == 2 and isinstance(t.index[1], Group) else None
+def place_in(loop: MainLoop, t: Tensor, scheme: Scheme) -> Place | None:
+    """The place of a grouped tensor in the kernel's order of inputs; None: it is that of one feature and one group."""
+    place = _place(t, scheme)
+    assert place is not None, "the main loop takes it"
+    if loop.order and place.inputs:
+        place = Place(place.features, loop.order.padded)
+    return None if place == Place(1, loop.group) else place
 
 
 def _main_loop_variants(scheme: Scheme, target: Target, loop: MainLoop) -> tuple[tuple[Variant, ...], Table]:
     from qdsl.codegen.cuda import measured, model
     from qdsl.codegen.cuda.candidates import candidates
 
-    given = [n for n in (loop.code, loop.scale, loop.zero) if n]
-    rest = [t.name for t in scheme.tensors if t.loaded and t.name not in given]
-    args = ("x", *given, *rest, "y")
+    given = [loop.code, *loop.grouped]
+    rest = [t.name for t in scheme.tensors if t.loaded and t.role != "index" and t.name not in given]
+    before, x = (), "x"
+    if loop.order:
+        before, x = (Step("order_inputs", ("x", SOURCE, ORDERED)),), ORDERED
     weight = _weight(scheme, loop)
     kernels = candidates(target, weight)
-    variants = tuple(Variant(c.name, (Step(f"linear_{c.name}", args),), c.k_multiple, c.order) for c in kernels)
+    variants = tuple(
+        Variant(
+            c.name,
+            (*before, Step(f"linear_{c.name}", (x, *given, *rest, "y"))),
+            1 if loop.order else c.k_multiple,  # of which runs are
+            c.order,
+        )
+        for c in kernels
+    )
     key = loop.key(scheme)
     table = measured.table(target.arch, key)
     if table is None or table.problems(variants):  # of tiles that have changed since: a test says so
@@ -314,12 +366,31 @@ def _main_loop_variants(scheme: Scheme, target: Target, loop: MainLoop) -> tuple
 
 
 # ---- kernel layouts ----------------------------------------------------------------------------------------------
-def _buffer(t: Tensor, scheme: Scheme, fragment: bool) -> Buffer:
-    layout = _layout(t, scheme, fragment)
+def _buffer(t: Tensor, scheme: Scheme, target: Target, loop: MainLoop | None) -> Buffer:
+    order = loop.order if loop and t.name in (loop.code, *loop.grouped) else None
+    if loop and t.name in loop.grouped:
+        layout = _grouped_layout(t, scheme, loop)
+    else:
+        layout = _layout(t, scheme, loop is not None or (target.kind == "cuda" and scheme.code.dtype.bits == 4))
     if t.dtype.bits <= 8:
-        return Buffer(t.name, f"uint{layout.word}", layout)
+        return Buffer(t.name, f"uint{layout.word}", layout, order)
     native = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "i32": "int32", "idx": "int32"}
-    return Buffer(t.name, native[t.dtype.name], layout)
+    return Buffer(t.name, native[t.dtype.name], layout, order)
+
+
+def _grouped_layout(t: Tensor, scheme: Scheme, loop: MainLoop) -> Layout:
+    """Kernels see two axes, features and groups; one that the tensor lacks is of one element."""
+    first, *rest = t.index or (None,)
+    lacks = Axis(())
+    if place_in(loop, t, scheme) is None:
+        found = _fragment_rows(t)
+        return found if rest else replace(found, axes=(found.axes[0], lacks, *found.axes[1:]))
+    found = plain(len(t.index), t.dtype.bits, max(8, 1 << (t.dtype.bits - 1).bit_length()))
+    if rest:
+        return found
+    along_k = isinstance(first, Gather) or (isinstance(first, Group) and first.axis == "k")
+    axes = {True: (lacks, *found.axes), False: (*found.axes, lacks)}[along_k] if first else (lacks, lacks)
+    return replace(found, axes=axes)
 
 
 def _layout(t: Tensor, scheme: Scheme, fragment: bool) -> Layout:

@@ -14,9 +14,10 @@ from dataclasses import asdict, dataclass
 from qdsl.choice import Limits, Table, at
 from qdsl.dtype import DType
 from qdsl.layout import Axis, Digit, Lane, Layout, Run
+from qdsl.order import Order
 from qdsl.scheme import Scheme
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,13 @@ class Buffer:
     dtype    element type of the buffer, in numpy's spelling ("uint32", "float16", "bfloat16", …); packed words and
              formats of at most 8 bits are unsigned integers
     layout   from the tensor's logical bit patterns to those elements
+    order    of the inputs, which the patterns are brought into before; None: their own
     """
 
     tensor: str
     dtype: str
     layout: Layout
+    order: Order | None = None
 
 
 @dataclass(frozen=True)
@@ -82,6 +85,11 @@ class Manifest:
     def buffer(self, name: str) -> Buffer:
         return next(b for b in self.buffers if b.tensor == name)
 
+    @property
+    def order(self) -> Order | None:
+        """The order of inputs that the kernels take."""
+        return next((b.order for b in self.buffers if b.order), None)
+
     def variant(self, arch: str, name: str) -> Variant:
         return next(v for v in self.variants[arch] if v.name == name)
 
@@ -116,7 +124,7 @@ class Manifest:
         for name in ("params", "libraries", "toolchain", "digests"):
             if not isinstance(data[name], dict):
                 raise TypeError(f"`{name}` is not an object")
-        data["buffers"] = tuple(Buffer(b["tensor"], b["dtype"], layout_from_json(b["layout"])) for b in data["buffers"])
+        data["buffers"] = tuple(map(buffer_from_json, data["buffers"]))
         data["variants"] = {arch: tuple(map(_variant, vs)) for arch, vs in data["variants"].items()}
         data["tables"] = {arch: Table.from_data(table) for arch, table in data["tables"].items()}
         for arch, variants in data["variants"].items():
@@ -134,6 +142,12 @@ def _variant(v: Mapping) -> Variant:
 def plain_params(scheme: Scheme) -> dict[str, int | str]:
     """Parameters as JSON holds them: numbers, type names, "k"."""
     return {name: str(v) if isinstance(v, DType) else v for name, v in scheme.params.items()}
+
+
+def buffer_from_json(data: Mapping) -> Buffer:
+    """The buffer back from the object that `asdict` and JSON made of it."""
+    order = Order(**data["order"]) if data["order"] else None
+    return Buffer(data["tensor"], data["dtype"], layout_from_json(data["layout"]), order)
 
 
 def layout_from_json(data: Mapping) -> Layout:

@@ -28,6 +28,7 @@ from qdsl.diagnostic import ArtifactError, Error, TargetError
 from qdsl.dtype import DType
 from qdsl.expr import Expr
 from qdsl.manifest import Buffer, plain_params
+from qdsl.order import ORDERED, SOURCE
 from qdsl.runtime.repack import torch_dtype
 from qdsl.scheme import Scheme, Var
 
@@ -210,7 +211,8 @@ class _Call:
 class Kernel:
     """One artifact on one architecture.
 
-    names             the loaded tensors in the order `__call__` takes them
+    names             the loaded tensors in the order `__call__` takes them; last, where kernels want the inputs in an order
+                      of their own, `SOURCE`: of every input in that order, where x has it
     batch_invariant   whether every m is served by variants of one order of summation
     """
 
@@ -220,7 +222,9 @@ class Kernel:
         same = hashlib.sha256(f"{m.digest} {m.tables[arch]}".encode()).hexdigest()  # a table may change: `qdsl tune`
         self.key = f"{m.scheme} {arch} {same[:16]}{' batch-invariant' if batch_invariant else ''}"
         known = {b.tensor for b in m.buffers}
-        self.names = tuple(t.name for t in scheme.tensors if t.loaded and t.name in known)
+        self.names = tuple(t.name for t in scheme.tensors if t.loaded and t.name in known) + (
+            (SOURCE,) if m.order else ()
+        )
         steps = [step for variant in m.variants[arch] for step in variant.steps]
         used = {arg for step in steps for arg in step.args}
         self.computed = tuple(t for t in scheme.tensors if isinstance(t.value, Expr) and t.name in used)
@@ -240,7 +244,7 @@ class Kernel:
         import tvm_ffi
 
         library = tvm_ffi.load_module(str(self.artifact.library(self.arch)))
-        pool = ["x", *self.names, "y", *(t.name for t in self.computed)]
+        pool = ["x", *self.names, "y", *(t.name for t in self.computed), ORDERED]
         self._variants = {
             v.name: tuple(
                 _Call(library[step.function], itemgetter(*(pool.index(arg) for arg in step.args))) for step in v.steps
@@ -262,6 +266,8 @@ class Kernel:
         pool = [x, *buffers, y]
         if self.computed:
             pool += self._allocate(x, y.shape[1])
+        if self.names[-1] == SOURCE:
+            pool.append(x.new_empty((m, buffers[-1].shape[0])))
         for call in variants[bisect_left(limits, m)]:
             call.function(*call.gather(pool))
 
@@ -269,6 +275,8 @@ class Kernel:
         """The same with a variant of one's own choice, which must be right for k."""
         self.load()
         pool = [x, *buffers, y, *self._allocate(x, y.shape[1])]
+        if self.names[-1] == SOURCE:
+            pool.append(x.new_empty((x.shape[0], buffers[-1].shape[0])))
         for call in self._variants[name]:
             call.function(*call.gather(pool))
 

@@ -1,14 +1,22 @@
-"""A layer's buffers: what they hold, whether two hold the same, and how they move.  A `Buffer` says what the bits mean."""
+"""A layer's buffers: what they hold, whether two hold the same, and how they move.  A `Buffer` says what the bits mean.
+
+patterns, as declared --order of inputs--> patterns, as kernels see k --layout--> buffer
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
 import torch
 
 from qdsl.dtype import DType
 from qdsl.layout import Layout, plain
 from qdsl.manifest import Buffer
+from qdsl.order import Inputs
 from qdsl.runtime import repack
-from qdsl.scheme import Tensor
+from qdsl.scheme import Scheme, Tensor
 
 
 def torch_type(buffer: Buffer) -> torch.dtype:
@@ -31,9 +39,48 @@ def plain_buffer(declared: Tensor, kind: str) -> Buffer:
     return Buffer(declared.name, kind, plain(len(declared.index), bits))
 
 
+def unordered(declared: Tensor, like: Buffer) -> Buffer:
+    """The same elements in declared order, each in a word of its own."""
+    word = torch_type(like).itemsize * 8 if declared.dtype.bits > 8 else 8
+    kind = like.dtype if declared.dtype.bits > 8 else "uint8"
+    return replace(like, dtype=kind, layout=plain(len(declared.index), declared.dtype.bits, word), order=None)
+
+
+def inputs_of(scheme: Scheme, given: Mapping[str, tuple[Buffer, torch.Tensor]], k: int) -> Inputs:
+    """The inputs of a layer whose buffers are given; those of index tensors name their groups."""
+    groups = {}
+    for t in scheme.weight.tensors:
+        if t.role == "index" and t.name in given:
+            buffer, tensor = given[t.name]
+            groups[t.name] = buffer.layout.unpack(repack.bits_of(tensor), (k,))
+    return Inputs(k, groups)
+
+
+def stored_shape(buffer: Buffer, declared: Tensor, shape: tuple[int, ...], inputs: Inputs) -> tuple[int, ...]:
+    """Of the buffer of a tensor of a shape."""
+    shape = buffer.order.runs(inputs).shape(declared, shape) if buffer.order else shape
+    return tuple(buffer.layout.stored_shape(shape))
+
+
+def packed(buffer: Buffer, declared: Tensor, patterns: np.ndarray, inputs: Inputs) -> torch.Tensor:
+    """What the buffer holds for a tensor's bit patterns."""
+    patterns = buffer.order.runs(inputs).ordered(declared, patterns) if buffer.order else patterns
+    return repack.tensor_of(buffer.layout.pack(patterns), torch_type(buffer))
+
+
+def unpacked(
+    buffer: Buffer, declared: Tensor, tensor: torch.Tensor, shape: tuple[int, ...], inputs: Inputs
+) -> np.ndarray:
+    """The inverse: bit patterns of the shape."""
+    if buffer.order is None:
+        return buffer.layout.unpack(repack.bits_of(tensor), shape)
+    runs = buffer.order.runs(inputs)
+    return runs.restored(declared, buffer.layout.unpack(repack.bits_of(tensor), runs.shape(declared, shape)))
+
+
 def same_bits(held: Buffer, wanted: Buffer) -> bool:
     """Whether two buffers hold the same bits in the same places."""
-    if held.dtype != wanted.dtype:
+    if held.dtype != wanted.dtype or held.order != wanted.order:
         return False
     return held.layout == wanted.layout or (_is_plain(held.layout) and _is_plain(wanted.layout))
 
@@ -64,12 +111,12 @@ def moved(tensor: torch.Tensor, fn) -> torch.Tensor:
 
 
 def repacked(
-    tensor: torch.Tensor, held: Buffer, wanted: Buffer, shape: tuple[int, ...], device: torch.device
-) -> torch.Tensor:
+    tensor: torch.Tensor, held: Buffer, wanted: Buffer, declared: Tensor, shape: tuple[int, ...], inputs: Inputs,
+    device: torch.device,
+) -> torch.Tensor:  # fmt: skip
     """The same elements in another layout on another device, bit for bit."""
     if device.type == "meta":
-        return torch.empty(wanted.layout.stored_shape(shape), dtype=torch_type(wanted), device=device)
+        return torch.empty(stored_shape(wanted, declared, shape, inputs), dtype=torch_type(wanted), device=device)
     if same_bits(held, wanted):
         return tensor.to(device)
-    patterns = held.layout.unpack(repack.bits_of(tensor), shape)
-    return repack.tensor_of(wanted.layout.pack(patterns), torch_type(wanted)).to(device)
+    return packed(wanted, declared, unpacked(held, declared, tensor, shape, inputs), inputs).to(device)

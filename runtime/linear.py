@@ -20,10 +20,25 @@ from qdsl import reference
 from qdsl.artifact import MANIFEST, Artifact, open_artifact
 from qdsl.diagnostic import CheckpointError, Diagnostic, Error, closest, error
 from qdsl.manifest import Buffer, Manifest, plain_params
+from qdsl.order import SOURCE, Inputs, Order
 from qdsl.runtime import repack, weight
 from qdsl.runtime.artifact import Kernel, find_artifact, refuse_in_capture, register
 from qdsl.runtime.artifact import kernel as kernel_of
-from qdsl.runtime.buffer import float_format, moved, plain_buffer, repacked, same_bits, signed, spelled, torch_type
+from qdsl.runtime.buffer import (
+    float_format,
+    inputs_of,
+    moved,
+    packed,
+    plain_buffer,
+    repacked,
+    same_bits,
+    signed,
+    spelled,
+    stored_shape,
+    torch_type,
+    unordered,
+    unpacked,
+)
 from qdsl.runtime.op import linear, rows
 from qdsl.runtime.resolve import (
     check_codes,
@@ -93,7 +108,7 @@ class QuantLinear(nn.Module):
         kernel = self._kernel_for(self.scheme, device)
         for name in self._wanted:
             self._held[name] = self._home(name, kernel, None)
-            shape = self._held[name].layout.stored_shape(self._shape(name))
+            shape = stored_shape(self._held[name], self._wanted[name], self._shape(name), self._inputs)
             self.register_buffer(name, torch.zeros(shape, dtype=torch_type(self._held[name]), device=device))
         self._bind(kernel)
 
@@ -141,6 +156,15 @@ class QuantLinear(nn.Module):
     def _sizes(self) -> dict[str, int]:
         return {"e": 1, "m": 1, "n": self.out_features, "k": self.in_features}
 
+    @property
+    def _inputs(self) -> Inputs:
+        """The inputs; until the layer has numbers that name the groups of some, those of one group lie side by side."""
+        if not self._loaded:
+            return Inputs(self.in_features)
+        return inputs_of(
+            self.scheme, {name: (self._held[name], self._buffers[name]) for name in self._wanted}, self.in_features
+        )
+
     # ---- kernels ------------------------------------------------------------------------------------------------
     def _kernel_for(self, scheme: Scheme, device: torch.device) -> Kernel:
         if device.type == "meta":  # buffers without numbers take the layout of the CPU; `to_empty` gives them another
@@ -185,12 +209,17 @@ class QuantLinear(nn.Module):
         assert kind is not None, "layers are made for activation types that torch has"
         names = []
         for name in kernel.names:
-            buffer, declared = kernel.buffers[name], kernel.scheme.tensor(name)
-            if name in self._wanted and same_bits(self._held[name], buffer):
-                names.append(name)
-                continue
-            names.append(f"_{name}_{declared.dtype}")
-            fresh, known = self._derived(name, declared, buffer), self._buffers.get(names[-1])
+            if name == SOURCE:
+                names.append("_source")
+                fresh = self._source(kernel.artifact.manifest.order)
+            else:
+                buffer, declared = kernel.buffers[name], kernel.scheme.tensor(name)
+                if name in self._wanted and same_bits(self._held[name], buffer):
+                    names.append(name)
+                    continue
+                names.append(f"_{name}_{declared.dtype}")
+                fresh = self._derived(name, declared, buffer)
+            known = self._buffers.get(names[-1])
             if known is not None and known.shape == fresh.shape and known.device == fresh.device and not fresh.is_meta:
                 known.copy_(fresh)  # in place, so that a captured graph sees the new values
             else:
@@ -198,6 +227,10 @@ class QuantLinear(nn.Module):
                 self._derived_names.add(names[-1])
         self._operands[kind] = tuple(names)
         self._keys[kind] = kernel.key
+
+    def _source(self, order: Order) -> torch.Tensor:
+        """Of every input in the order of the kernels, where x has it."""
+        return torch.from_numpy(order.runs(self._inputs).source).to(self.device)
 
     def _derived(self, name: str, declared: Tensor, buffer: Buffer) -> torch.Tensor:
         """A tensor that a kernel takes in another form than the layer keeps it."""
@@ -207,15 +240,22 @@ class QuantLinear(nn.Module):
             return torch.empty(empty, dtype=torch_type(buffer), device=self.device)
         held, tensor = self._held[name], self._buffers[name]
         if tensor.is_meta:
-            return torch.empty(buffer.layout.stored_shape(self._shape(name)), dtype=torch_type(buffer), device="meta")
-        patterns = held.layout.unpack(repack.bits_of(tensor), self._shape(name))
+            shape = stored_shape(buffer, declared, self._shape(name), self._inputs)
+            return torch.empty(shape, dtype=torch_type(buffer), device="meta")
+        patterns = unpacked(held, declared, tensor, self._shape(name), self._inputs)
         if torch_type(held) != torch_type(buffer):
             patterns = declared.dtype.encode(float_format(held).decode(patterns))
-        return repack.tensor_of(buffer.layout.pack(patterns), torch_type(buffer)).to(tensor.device)
+        return packed(buffer, declared, patterns, self._inputs).to(tensor.device)
 
-    def _settle(self, scheme: Scheme, device: torch.device, given: Mapping[str, tuple[Buffer, torch.Tensor]]) -> None:
-        """Adopt buffers, whatever layout they are in, for a scheme and a device.  Nothing changes if anything fails."""
+    def _settle(
+        self, scheme: Scheme, device: torch.device, given: Mapping[str, tuple[Buffer, torch.Tensor]], loaded: bool
+    ) -> None:
+        """Adopt buffers, whatever layout they are in, for a scheme and a device.  Nothing changes if anything fails.
+
+        loaded   whether they hold weights
+        """
         kernel = self._kernel_for(scheme, device)
+        inputs = inputs_of(scheme, given, self.in_features) if loaded else Inputs(self.in_features)
         new, held = {}, {}
         for name, (buffer, tensor) in given.items():
             declared = scheme.tensor(name)
@@ -225,8 +265,8 @@ class QuantLinear(nn.Module):
                     f"{self._wanted[name].dtype}, and stored tensors are never cast"
                 )
             held[name] = self._home(name, kernel, buffer)
-            new[name] = repacked(tensor, buffer, held[name], self._shape(name), device)
-        self.scheme, self._held = scheme, held
+            new[name] = repacked(tensor, buffer, held[name], declared, self._shape(name), inputs, device)
+        self.scheme, self._held, self._loaded = scheme, held, loaded
         self._wanted = kept_tensors(scheme, self._has_bias, self.phase)
         for name, tensor in new.items():
             known = self._buffers[name]
@@ -406,6 +446,8 @@ class QuantLinear(nn.Module):
         held = self._held[name]
         if self._follows(self._wanted[name]):  # may be held in another type at the moment
             held = plain_buffer(self._wanted[name], self.kernel.buffers[name].dtype)
+        if held.order:  # of which not all is known yet
+            held = unordered(self._wanted[name], held)
         return held, repack.tensor_of(held.layout.pack(patterns), torch_type(held))
 
     def _storage(self, layout: str | None) -> Storage:
@@ -433,8 +475,7 @@ class QuantLinear(nn.Module):
     def _take(self, given: Mapping[str, tuple[Buffer, torch.Tensor]]) -> None:
         """Give the layer all its numbers."""
         device = torch.device("cpu") if self.device.type == "meta" else self.device
-        self._settle(self.scheme, device, given)
-        self._loaded = True
+        self._settle(self.scheme, device, given, loaded=True)
 
     @classmethod
     def from_float(cls, linear: nn.Linear, scheme: str | Path | Scheme, **options: Any) -> QuantLinear:
@@ -490,8 +531,7 @@ class QuantLinear(nn.Module):
         device = next(iter(given.values()))[1].device
         changed = scheme is not self.scheme or device != self.device
         if changed:
-            self._settle(scheme, device, given)
-            self._loaded = self._loaded and not was_meta and device.type != "meta"
+            self._settle(scheme, device, given, self._loaded and not was_meta and device.type != "meta")
         own = {name: self._buffers.pop(name) for name in (*self._wanted, *self._derived_names)}
         try:
             super()._apply(fn, recurse)  # whatever else was registered on the layer
@@ -518,7 +558,8 @@ class QuantLinear(nn.Module):
         self._buffers = {
             n: b.view(torch_type(self._held[n])) if n in self._held else b for n, b in self._buffers.items()
         }
-        self._settle(self.scheme, self.device, {name: (self._held[name], self._buffers[name]) for name in self._wanted})
+        held = {name: (self._held[name], self._buffers[name]) for name in self._wanted}
+        self._settle(self.scheme, self.device, held, self._loaded)
 
     def _tag(self) -> Tag:
         return tag(self.scheme, self.out_features, self.in_features, self.manifest.kind, self._held, self._loaded)
@@ -552,15 +593,23 @@ class QuantLinear(nn.Module):
             error_msgs.append(f"{prefix.rstrip('.') or 'the layer'}: {problem}")
             return
         given, problem = {}, self._tag().disagreement(saved)
-        for buffer in saved.buffers if not problem else ():
-            tensor, needed = state_dict[prefix + buffer.tensor], buffer.layout.stored_shape(self._shape(buffer.tensor))
-            if tuple(tensor.shape) != tuple(needed) or tensor.dtype != torch_type(buffer):
-                problem = f"{buffer.tensor} is {list(tensor.shape)} {tensor.dtype}, its tag says {list(needed)} {buffer.dtype}"
-            given[buffer.tensor] = (buffer, tensor)
+        if not problem:
+            given = {buffer.tensor: (buffer, state_dict[prefix + buffer.tensor]) for buffer in saved.buffers}
+            problem = self._misfit(given, saved.loaded)
         if problem:
             error_msgs.append(f"{prefix.rstrip('.') or 'the layer'}: {problem}")
             return
         assign = local_metadata.get("assign_to_params_buffers", False) or self.device.type == "meta"
         device = next(iter(given.values()))[1].device if assign else self.device
-        self._settle(self.scheme, device, given)
-        self._loaded = saved.loaded
+        self._settle(self.scheme, device, given, saved.loaded)
+
+    def _misfit(self, given: Mapping[str, tuple[Buffer, torch.Tensor]], loaded: bool) -> str:
+        """Where saved buffers are not of the shape and type that their tag says; empty when they are."""
+        inputs = Inputs(self.in_features)
+        for name, (buffer, tensor) in sorted(given.items(), key=lambda item: item[1][0].order is not None):
+            needed = stored_shape(buffer, self._wanted[name], self._shape(name), inputs)
+            if tuple(tensor.shape) != needed or tensor.dtype != torch_type(buffer):
+                return f"{name} is {list(tensor.shape)} {tensor.dtype}, its tag says {list(needed)} {buffer.dtype}"
+            if loaded and self._wanted[name].role == "index":
+                inputs = inputs_of(self.scheme, given, self.in_features)
+        return ""

@@ -12,6 +12,7 @@ import torch
 
 from qdsl.diagnostic import Error
 from qdsl.expr import Binary, Ref
+from qdsl.order import SOURCE
 from qdsl.runtime.artifact import ALIGNMENT, Kernel, kernel
 from qdsl.scheme import Scheme
 
@@ -57,7 +58,8 @@ def _input_grad(grad: torch.Tensor, buffers: Sequence[torch.Tensor], k: int, key
 def _weight_through_kernel(known: Kernel, buffers: Sequence[torch.Tensor], n: int, k: int, like: torch.Tensor):
     """The layer's answer to unit vectors is its weight, rounded once: no copy to the host, no second decoder."""
     given = [
-        b if known.scheme.tensor(name).role != "bias" else torch.zeros_like(b) for name, b in zip(known.names, buffers)
+        torch.zeros_like(b) if name != SOURCE and known.scheme.tensor(name).role == "bias" else b
+        for name, b in zip(known.names, buffers)
     ]
     step = max(1, min(k, _CHUNK // max(n, k)))
     for start in range(0, k, step):

@@ -14,10 +14,10 @@ import numpy as np
 import torch
 
 from qdsl.diagnostic import CheckpointError
-from qdsl.manifest import Buffer, layout_from_json, plain_params
+from qdsl.manifest import Buffer, buffer_from_json, plain_params
 from qdsl.scheme import Scheme
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -51,9 +51,7 @@ class Tag:
             data = json.loads(bytes(tensor.cpu().numpy()))
             if data.pop("format") != FORMAT:
                 raise ValueError(f"not format {FORMAT}")
-            data["buffers"] = tuple(
-                Buffer(b["tensor"], b["dtype"], layout_from_json(b["layout"])) for b in data["buffers"]
-            )
+            data["buffers"] = tuple(map(buffer_from_json, data["buffers"]))
             return Tag(**data)
         except (AttributeError, KeyError, TypeError, ValueError) as problem:
             raise CheckpointError(f"its `_extra_state` is not a qdsl tag ({problem})") from None

@@ -24,11 +24,12 @@ from qdsl.artifact import Artifact
 from qdsl.choice import TOKENS, Table, Times, table_of
 from qdsl.diagnostic import Error
 from qdsl.manifest import Buffer
+from qdsl.order import SOURCE, Inputs
 from qdsl.runtime.artifact import Kernel, find_artifact, register
-from qdsl.runtime.buffer import torch_type
-from qdsl.runtime.repack import bits_of, torch_dtype
+from qdsl.runtime.buffer import packed, stored_shape, torch_type, unpacked
+from qdsl.runtime.repack import torch_dtype
 from qdsl.runtime.timing import device_name, median_us, rotation
-from qdsl.scheme import Scheme, Tensor, Var
+from qdsl.scheme import Group, Scheme, Tensor, Var
 
 HOPELESS = 3  # times the best: a few calls are enough to know
 SLOW = 1.25  # times the best: one sample is enough to know
@@ -40,6 +41,7 @@ COPIES = 256
 SAMPLES = 7  # of a median
 LIKE_FIRST = 0.02  # relative distance of two outputs: both round weights and sums, in bf16 to 3 digits
 ROWS = 8  # of y that are compared with float64
+LARGE = 64  # of float codes: sums of larger ones could be more than an f16 holds
 
 Report = Callable[[str], None]
 
@@ -157,26 +159,39 @@ class Trial:
     def __init__(self, kernel: Kernel, n: int, k: int, device: torch.device):
         self.kernel, self.n, self.k, self.device = kernel, n, k, device
         self.generator = torch.Generator(device).manual_seed(n * 31 + k)
-        first = [self._random(kernel.scheme.tensor(name), kernel.buffers[name]) for name in kernel.names]
+        self.inputs = self._inputs()
+        first = [self._random(name) for name in kernel.names]
         count = min(COPIES, rotation(device) // max(1, sum(b.nbytes for b in first)) + 2)
         self.copies = [first, *([b.clone() for b in first] for _ in range(count - 1))]
         self.features, self.patterns = self._sample(first)
         self.m = 0
 
-    def _random(self, tensor: Tensor, buffer: Buffer) -> torch.Tensor:
+    def _inputs(self) -> Inputs:
+        """Groups of equal size, their inputs anywhere where a tensor names them."""
+        order = self.kernel.artifact.manifest.order
+        if order is None or order.index is None:
+            return Inputs(self.k)
+        return Inputs(self.k, {order.index: np.random.default_rng(self.k).permutation(self.k) // order.group})
+
+    def _random(self, name: str) -> torch.Tensor:
         """Random numbers in the kernel's layout: any bits are codes, scales are around 1/100."""
-        kind, device, generator = torch_type(buffer), self.device, self.generator
+        device, generator, order = self.device, self.generator, self.kernel.artifact.manifest.order
+        if name == SOURCE:
+            return torch.from_numpy(order.runs(self.inputs).source).to(device)
+        tensor, buffer = self.kernel.scheme.tensor(name), self.kernel.buffers[name]
+        kind = torch_type(buffer)
         if tensor.optional:
             return torch.empty((0, *[1] * (len(buffer.layout.axes) - 1)), dtype=kind, device=device)
-        shape = buffer.layout.stored_shape(self._shape(tensor, self.n))
+        if tensor.role == "index":
+            return packed(buffer, tensor, self.inputs.groups[name].astype(np.uint32), self.inputs).to(device)
+        shape = stored_shape(buffer, tensor, self._shape(tensor, self.n), self.inputs)
         if kind.is_floating_point:
             low, high = (0.0, 15.0) if tensor.role == "zero" else (0.005, 0.015)
             return (torch.rand(shape, generator=generator, device=device) * (high - low) + low).to(kind)
+        drawn = torch.from_numpy(_bytes(tensor, buffer)).to(device)
         count = math.prod(shape) * kind.itemsize
-        packed = any(axis.runs for axis in buffer.layout.axes)
-        most = 256 if packed else 1 << min(8, buffer.layout.bits)  # an element alone in a byte leaves bits unused
-        bits = torch.randint(0, most, (count,), dtype=torch.uint8, generator=generator, device=device)
-        return bits.view(kind).reshape(shape)
+        at = torch.randint(0, len(drawn), (count,), dtype=torch.int32, generator=generator, device=device)
+        return drawn[at].view(kind).reshape(shape)
 
     def _shape(self, tensor: Tensor, n: int) -> tuple[int, ...]:
         return tensor.shape({"e": 1, "m": 1, "n": n, "k": self.k}, self.kernel.scheme)
@@ -184,27 +199,25 @@ class Trial:
     def _sample(self, buffers: Sequence[torch.Tensor]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """The first and the last few features, and what the weight's tensors hold for them."""
         held = [(t, self.kernel.buffers[t.name], b) for t, b in zip(self._tensors(), buffers) if not t.optional]
-        blocks = [_features_of_a_row(buffer) for t, buffer, _ in held if t.index and t.index[0] == Var("n")]
+        blocks = [found for t, buffer, _ in held if (found := _features_of_a_row(t, buffer))]
         step = math.lcm(*blocks)
         starts = sorted({0, max(0, self.n - 1) // step * step})
         parts = [(start, min(self.n, start + step)) for start in starts]
         patterns: dict[str, np.ndarray] = {}
         for tensor, buffer, stored in held:
-            if not (tensor.index and tensor.index[0] == Var("n")):
-                patterns[tensor.name] = buffer.layout.unpack(bits_of(stored), self._shape(tensor, self.n))
+            block = _features_of_a_row(tensor, buffer)
+            if block is None:
+                patterns[tensor.name] = unpacked(buffer, tensor, stored, self._shape(tensor, self.n), self.inputs)
                 continue
-            block = _features_of_a_row(buffer)
-            found = [
-                buffer.layout.unpack(
-                    bits_of(stored[start // block : -(-end // block)]), self._shape(tensor, end - start)
-                )
-                for start, end in parts
-            ]
+            found = []
+            for start, end in parts:
+                rows, shape = stored[start // block : -(-end // block)], self._shape(tensor, end - start)
+                found.append(unpacked(buffer, tensor, rows, shape, self.inputs))
             patterns[tensor.name] = np.concatenate(found)
         return np.concatenate([np.arange(start, end) for start, end in parts]), patterns
 
     def _tensors(self) -> list[Tensor]:
-        return [self.kernel.scheme.tensor(name) for name in self.kernel.names]
+        return [self.kernel.scheme.tensor(name) for name in self.kernel.names if name != SOURCE]
 
     def _prepare(self, m: int) -> None:
         """x, y, and the right answer for some rows and features."""
@@ -261,8 +274,30 @@ class Trial:
             )
 
 
-def _features_of_a_row(buffer: Buffer) -> int:
-    """Output features of one position of the stored tensor's first axis."""
+def _bytes(tensor: Tensor, buffer: Buffer) -> np.ndarray:
+    """The bytes that random ones of a buffer are drawn from: any bits are codes, but for floats that are none or huge."""
+    format, packed = tensor.dtype, any(axis.runs for axis in buffer.layout.axes)
+    if format.is_float and tensor.role != "code":
+        return format.encode(np.linspace(0.005, 0.015, 64)).astype(np.uint8)
+    one = np.arange(1 << format.bits, dtype=np.uint8)
+    if format.is_float:
+        one = one[np.abs(format.decode(one)) <= LARGE]  # NaN is not
+    if not packed or format.bits == 8:
+        return one
+    if len(one) < 1 << format.bits:
+        raise Error(f"random codes of {format}, some of which are no numbers, can't be drawn a byte at a time")
+    return np.arange(256, dtype=np.uint8)
+
+
+def _features_of_a_row(tensor: Tensor, buffer: Buffer) -> int | None:
+    """Output features of one position of the stored tensor's first axis; None: all of them."""
+    match tensor.index:
+        case (Group("n", size), *_):
+            return size
+        case (Var("n"), *_):
+            pass
+        case _:
+            return None
     outer, *rest = buffer.layout.dims[0]
     assert buffer.layout.axes[0].digits == (outer.name,), f"{buffer.tensor}{buffer.layout} is not stored by features"
     return math.prod(digit.extent for digit in rest)

@@ -10,7 +10,7 @@ import torch
 
 from qdsl.manifest import Buffer
 from qdsl.reference import decode_weight
-from qdsl.runtime.repack import bits_of
+from qdsl.runtime.buffer import inputs_of, unpacked
 from qdsl.scheme import Group, Scheme, Var
 
 _ROWS = 1 << 22  # elements decoded at a time: a few temporaries of 8 bytes each
@@ -20,11 +20,9 @@ def patterns(
     scheme: Scheme, buffers: Mapping[str, torch.Tensor], layouts: Mapping[str, Buffer], n: int, k: int
 ) -> dict[str, np.ndarray]:
     """Logical bit patterns of every weight tensor, out of its buffer."""
-    sizes = {"e": 1, "m": 1, "n": n, "k": k}
-    result = {}
-    for t in scheme.weight.loaded:
-        result[t.name] = layouts[t.name].layout.unpack(bits_of(buffers[t.name]), t.shape(sizes, scheme))
-    return result
+    sizes, held = {"e": 1, "m": 1, "n": n, "k": k}, scheme.weight.loaded
+    inputs = inputs_of(scheme, {t.name: (layouts[t.name], buffers[t.name]) for t in held}, k)
+    return {t.name: unpacked(layouts[t.name], t, buffers[t.name], t.shape(sizes, scheme), inputs) for t in held}
 
 
 def decoded(scheme: Scheme, given: Mapping[str, np.ndarray], n: int, k: int) -> np.ndarray:

@@ -18,12 +18,13 @@ from qdsl import reference
 from qdsl.cache import nvcc
 from qdsl.codegen.cuda import host, main_loop
 from qdsl.codegen.cuda.candidates import candidates
-from qdsl.codegen.cuda.weight import Weight
+from qdsl.codegen.cuda.weight import NIBBLES, Shared, Weight
 from qdsl.codegen.plan import fragment_codes, plan
 from qdsl.codegen.target import target
 from qdsl.dtype import dtype
+from qdsl.order import Inputs
 from qdsl.runtime import repack
-from qdsl.runtime.buffer import torch_type
+from qdsl.runtime.buffer import packed
 
 sys.path.insert(0, str(Path(__file__).parent))
 
@@ -54,6 +55,15 @@ WEIGHTS = {
     "nvfp4": Weight("float16", 0, None, "e4m3", 16, dtype("e2m1")),
     "table": Weight("bfloat16", 0, None, "float16", 48, dtype("u5"), TABLE),
     "nf4": Weight("float16", 0, None, "float32", 64, dtype("u4"), TABLE[4:20]),
+    "q4_1": Weight("float16", 0, None, "float16", 32, offset="float16"),
+    "premultiplied": Weight("bfloat16", 0, None, "float16", 64, dtype("u5"), (), "float16", True),
+    "table-offset": Weight("float16", 0, None, "float16", 64, dtype("u3"), TABLE[:8], "float32"),
+    "i8-zero": Weight("bfloat16", 0, "i8", None, None, dtype("i8")),
+    "i4-zero": Weight("float16", 0, "i4", "float16", 64, dtype("i4")),
+    "blocks": Weight("bfloat16", 0, None, "float32", 128, dtype("e4m3"), shared=(("scale", Shared(40, 128)),)),
+    "blocks-e8m0": Weight("bfloat16", 0, None, "e8m0", 64, dtype("e4m3"), shared=(("scale", Shared(128, 64)),)),
+    "zero-of-a-row": Weight("float16", 0, "u4", "float16", 32, shared=(("zero", Shared(1, None)),)),
+    "zero-of-all": Weight("float16", 0, "u5", "float16", 64, dtype("u5"), shared=(("zero", Shared(None, None)),)),
 }
 
 
@@ -67,32 +77,33 @@ class Case:
     def __init__(self, weight: Weight, m: int, n: int, k: int):
         self.weight, self.m, self.n, self.k = weight, m, n, k
         rng = np.random.default_rng(m * 31 + n * 7 + k)
-        code, groups = weight.code, -(-k // weight.group) if weight.group else 1
+        code = weight.code
         patterns = rng.integers(0, len(weight.table) or 1 << code.bits, (n, k)).astype(np.uint8)
         patterns[~np.isfinite(code.decode(patterns))] = 0
         values = np.array(weight.table)[patterns] if weight.table else code.decode(patterns)
         self.buffers = [torch.from_numpy(fragment_codes(2, code.bits).pack(patterns))]
-        scale, zero = np.ones((n, groups)), np.full((n, groups), float(weight.bias))
+        found = {"scale": np.ones((n, k)), "zero": np.zeros((n, k)), "offset": np.zeros((n, k))}
         for role, kind in weight.grouped.items():
-            number = dtype(NUMBERS.get(kind, kind))
-            if role == "scale":
-                bits = number.encode(rng.uniform(0.5, 1, (n, groups)) * 2.0 ** rng.integers(-7, -3, (n, groups)))
-                scale = number.decode(bits)
-            else:
-                bits = number.encode(np.floor(rng.uniform(0, 1 << code.bits, (n, groups))))
-                zero = zero + number.decode(bits)
-            self.buffers.append(stored(bits, kind))
-        spread = np.minimum(np.arange(k) // (weight.group or k), groups - 1)
-        self.w = (values - zero[:, spread]) * scale[:, spread]
+            number, place = dtype(NUMBERS.get(kind, kind)), weight.place(role) or Shared(1, weight.group)
+            shape = tuple(-(-of // by) if by else 1 for of, by in ((n, place.features), (k, place.inputs)))
+            drawn = rng.uniform(0.5, 1, shape) * 2.0 ** rng.integers(-7, -3, shape)
+            if role == "zero":
+                drawn = np.floor(rng.uniform(0, 1 << code.bits, shape)) - (1 << code.bits - 1) * (kind[0] == "i")
+            bits = number.encode(drawn)
+            rows, columns = np.arange(n) // (place.features or n), np.arange(k) // (place.inputs or k)
+            found[role] = number.decode(bits)[rows][:, columns]
+            self.buffers.append(declared(bits, kind) if weight.place(role) else stored(bits, kind))
+        scale = found["scale"]
+        self.w = (values - weight.bias - found["zero"]) * scale + found["offset"] * (-1 if weight.subtract else 1)
         kind, self.unit = KINDS[weight.compute]
         self.x = torch.from_numpy(rng.standard_normal((m, k))).to(kind)
         exact = self.x.double().numpy()
         self.y = exact @ self.w.T
         # w rounds once, y once, sums in float32 of codes that are off by up to 2048 / factor
-        offset = max(abs(weight.offset(r) / weight.factor(r)) for r in range(2)) + 256
+        offset = max(abs(weight.nothing(r) / weight.factor(r)) for r in range(2)) + 256
         self.bound = (
             1.05 * self.unit * (np.abs(exact) @ np.abs(self.w).T)
-            + 2.0**-20 * offset * (np.abs(exact) @ np.abs(scale[:, spread]).T)
+            + 2.0**-20 * offset * (np.abs(exact) @ (np.abs(scale) + np.abs(found["offset"])).T)
             + 1.05 * self.unit * np.abs(self.y)
             + 1e-6
         )
@@ -108,12 +119,15 @@ def stored(bits: np.ndarray, kind: str) -> torch.Tensor:
     """[n, groups] -> [tiles of 16, groups, c, r], as kernels take scales and zeros; two u4 in a byte."""
     n, groups = bits.shape
     rows = np.pad(bits, ((0, -n % 16), (0, 0))).reshape(-1, 2, 8, groups).transpose(0, 3, 2, 1)
-    if kind == "u4":
+    if kind in NIBBLES:
         return torch.from_numpy(np.ascontiguousarray(rows[..., 0] | rows[..., 1] << 4).astype(np.uint8))
-    rows = torch.from_numpy(np.ascontiguousarray(rows))
-    return rows.view(
-        {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}.get(kind, torch.uint8)
-    )
+    return declared(rows, kind)
+
+
+def declared(bits: np.ndarray, kind: str) -> torch.Tensor:
+    """Number by number."""
+    found = torch.from_numpy(np.ascontiguousarray(bits))
+    return found.view({name: getattr(torch, name) for name in NUMBERS}.get(kind, torch.uint8))
 
 
 def run(arch: str, weight: Weight, shapes, folder: Path, names=None) -> dict[str, float]:
@@ -190,7 +204,7 @@ def test_the_emulation_sees_what_is_wrong(tmp_path):
         (case.x, (1, 150)),
     ):
         before = buffer[at].clone()
-        buffer[at] = before ^ 0x700 if buffer.dtype == torch.int32 else before + 1
+        buffer[at] = before ^ 0x77777777 if buffer.dtype == torch.int32 else before + 4
         assert case.check(function) > 1
         buffer[at] = before
     with pytest.raises(ValueError, match="does not know `lop9"):
@@ -200,7 +214,9 @@ def test_the_emulation_sees_what_is_wrong(tmp_path):
 SCHEMES = [
     ("awq4", {"group": 32}), ("gptq", {"bits": 3, "act": "bf16", "scale_type": "bf16"}), ("gptq", {"bits": 8}), ("gptq_sym", {"bits": 2}),
     ("hqq", {"bits": 2}), ("mxfp4", {}), ("mxfp8", {"act": "f16"}), ("nvfp4a16", {}), ("nf4", {}), ("q8_0", {}), ("w8a16", {}),
-    ("fp8a16_channel", {"fmt": "e5m2"}),
+    ("fp8a16_channel", {"fmt": "e5m2"}), ("gptq_actorder", {"group": 32}), ("gptq_actorder", {"bits": 3, "group": 24}),
+    ("gptq_sym_actorder", {"bits": 8}), ("gptq", {"group": 20}), ("q4_1", {}), ("w8a16_asym", {}), ("fp8a16_block", {"block": 48}),
+    ("w8a16_asym", {"zero_type": "f32", "group": 40}),
 ]  # fmt: skip
 
 
@@ -212,19 +228,25 @@ def test_schemes_from_their_equation_to_their_numbers(name, params, tmp_path):
     """The planner's layouts and epilogue with kernels of sm_80, within the bound of the reference."""
     scheme, goal = qdsl.load(name, **params), target("cuda", "sm_80")
     planned, (m, n, k) = plan(scheme, goal), SHAPES[0]
-    functions = {name: f for name, f in main_loop.lower(planned).items() if name in ("linear_m8", "linear_m64")}
+    order = planned.main_loop.order
+    functions = {
+        name: f for name, f in main_loop.lower(planned).items() if name in ("order_inputs", "linear_m8", "linear_m64")
+    }
     module = library(host.emit(functions, goal), tmp_path)
     patterns = reference.random_patterns(scheme, np.random.default_rng(0), n, k)
-    variant = next(v for v in planned.variants if v.name == "m8")
-    given = []
-    for arg in variant.steps[0].args[1:-1]:
-        buffer = planned.buffer(arg)
-        given.append(repack.tensor_of(buffer.layout.pack(patterns[arg]), torch_type(buffer)))
+    inputs = Inputs(k, {t.name: patterns[t.name] for t in scheme.weight.tensors if t.role == "index"})
+    step = next(v for v in planned.variants if v.name == "m8").steps[-1]
+    given = [packed(planned.buffer(arg), scheme.tensor(arg), patterns[arg], inputs) for arg in step.args[1:-1]]
     kind = repack.torch_dtype(scheme.output.dtype)
     x = torch.from_numpy(np.random.default_rng(1).standard_normal((m, k))).to(kind)
     y = torch.full((m, n), float("nan"), dtype=kind)
     expected = reference.linear(scheme, x.double().numpy(), patterns, n, offset=planned.offset)
-    for name in functions:  # one that corrects sums, one that corrects weights
+    if order:
+        source = torch.from_numpy(order.runs(inputs).source)
+        ordered = torch.full((m, len(source)), float("nan"), dtype=kind)
+        module["order_inputs"](x, source, ordered)
+        x = ordered
+    for name in functions.keys() - {"order_inputs"}:  # one that corrects sums, one that corrects weights
         y.fill_(float("nan"))
         module[name](x, *given, y)
         assert (np.abs(y.double().numpy() - expected.y) <= expected.bound).all(), name

@@ -66,7 +66,7 @@ def test_tables_are_read_at_every_code(size, compute):
     """Of 2 to 256 entries, exact but for the one rounding to the type of the multiplier."""
     code, table = dtype(f"u{(size - 1).bit_length()}"), tuple(np.linspace(-1, 1, size).astype(np.float32).tolist())
     weight = Weight(compute, 0, None, "float32", 48, code, table)
-    assert not weight.problem and weight.arithmetic == "floats" and weight.factor(1) == 1 and weight.offset(1) == 0
+    assert not weight.problem and weight.arithmetic == "floats" and weight.factor(1) == 1 and weight.nothing(1) == 0
     codes = np.arange(16 * 64).reshape(16, 64) * 5 % size
     words = stored(codes, code.bits)[0, 0]
     for step, register in ((0, 0), (1, 3), (3, 2)):

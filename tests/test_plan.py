@@ -63,17 +63,20 @@ def test_codes_of_any_kind_take_the_main_loop(name, params, core, lanes):
     ("name", "params"),
     [
         ("awq4", {"act": "f32"}),
-        ("awq4", {"group": 24}),
-        ("gptq_actorder", {}),
         ("w4a8", {}),
-        ("fp8a16_block", {}),
-        ("q4_1", {}),
+        ("w8a8_static", {}),
     ],
 )
 def test_what_the_main_loop_does_not_know_is_portable(name, params):
     planned = plan(qdsl.load(name, **params), SM80)
     assert planned.main_loop is None
     assert [v.name for v in planned.variants] == ["portable"]
+
+
+@pytest.mark.parametrize("name", [n for n in qdsl.shipped() if not qdsl.load(n).activations])
+def test_every_scheme_of_weights_alone_is_for_tensor_cores(name):
+    for arch in ("sm_80", "sm_90a"):
+        assert plan(qdsl.load(name), target("cuda", arch)).main_loop, name
 
 
 def test_a_zero_point_beyond_the_codes_makes_a_table():

@@ -38,18 +38,22 @@ class Candidate:
 def candidates(target: Target, weight: Weight) -> tuple[Candidate, ...]:
     """Every kernel for a weight on a target, by rising number of tokens; without those whose stages have no room."""
     assert not weight.problem, weight.problem
+    found: list[Candidate | None]
     if target.arch != "sm_90a":
-        return tuple(_mma(target, weight, tile, SHARED) for tile in mma.tiles())
-    any_k = [_mma(target, weight, tile, hopper.SHARED) for tile in mma.hopper_tiles()]
-    fed = (_hopper(weight, tile) for tile in (*warp.tiles(), *wgmma.tiles()))
-    return (*any_k[:-1], *(kernel for kernel in fed if kernel is not None), any_k[-1])
+        found = [_mma(target, weight, tile, SHARED) for tile in mma.tiles()]
+    else:
+        *few, most = (_mma(target, weight, tile, hopper.SHARED) for tile in mma.hopper_tiles())
+        found = [*few, *(_hopper(weight, tile) for tile in (*warp.tiles(), *wgmma.tiles())), most]
+    return tuple(kernel for kernel in found if kernel is not None)
 
 
-def _mma(target: Target, weight: Weight, tile: Tile, shared: int) -> Candidate:
+def _mma(target: Target, weight: Weight, tile: Tile, shared: int) -> Candidate | None:
     def lower(name: str, extra, epilogue) -> tirx.PrimFunc:
         return mma.lower(name, weight, tile, extra, epilogue, overlapped=target.dependent_launch, shared=shared)
 
     small = stage.fitted(weight, tile, shared)
+    if small is None:
+        return None
     work = Work(
         tokens=tile.tokens,
         features=tile.features,

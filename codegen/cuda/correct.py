@@ -15,16 +15,16 @@ from qdsl.codegen.cuda.decode import Emitter
 from qdsl.codegen.cuda.fragments import mma
 from qdsl.codegen.cuda.kernel import Kernel
 from qdsl.codegen.cuda.stage import group_bytes
-from qdsl.codegen.cuda.weight import INTEGERS
+from qdsl.codegen.cuda.weight import INTEGERS, NIBBLES
 
 
 class SumStep:
     """A step that multiplies bias + factor * q and corrects the sum:
 
-        acc += scale * (sum - (bias + factor * zero) * row_sum)
+        acc += scale * (sum - (bias + factor * zero) * row_sum) + factor * offset * row_sum
 
-    One more mma, with ones as A, gives row_sum, the sum of x, unless there is nothing to take off. Codes may be multiplied
-    by a power of two (Weight.factor); that factor is divided out of the partial sums, exactly.
+    One more mma, with ones as A, gives row_sum, the sum of x, unless there is nothing to take off or to add. Codes may be
+    multiplied by a power of two (Weight.factor); that factor is divided out of the partial sums, exactly.
     """
 
     def __init__(self, k: Kernel):
@@ -36,7 +36,8 @@ class SumStep:
         self.emit = Emitter(self.weight.decoded(0, 0), k.table)
         self.scale = T.alloc_local([2 * features], "float32")
         self.shift = T.alloc_local([2 * features], "float32")
-        self.shifted = self.weight.zero is not None or any(self.weight.offset(r) for r in range(2))
+        self.offset = T.alloc_local([2 * features], "float32") if self.weight.offset else None
+        self.shifted = self.weight.zero is not None or any(self.weight.nothing(r) for r in range(2))
         self.start = True
 
     def begin(self, views, slot, step: int):
@@ -49,6 +50,9 @@ class SumStep:
             if self.shifted:
                 for r, value in enumerate(self._shifts(words.get("zero"))):
                     assign(self.shift, 2 * f + r, value)
+            if self.weight.offset:
+                for r, value in enumerate(_offsets(self.weight, words["offset"])):
+                    assign(self.offset, 2 * f + r, value * T.float32(self.weight.factor(r)))
 
     @property
     def ones(self) -> list:
@@ -58,7 +62,7 @@ class SumStep:
     def _shifts(self, words):
         weight = self.weight
         factors = [weight.factor(r) for r in range(2)]
-        constants = [weight.offset(r) for r in range(2)]
+        constants = [weight.nothing(r) for r in range(2)]
         if words is None:
             return [T.float32(constant) for constant in constants]
         if weight.zero != "u4":
@@ -77,7 +81,7 @@ class SumStep:
         for j, b in enumerate(operands):
             mma(self.weight, self.sums, 4 * (f * len(operands) + j), a, b, self.start)
         if f == self.tile.feature_tiles - 1:
-            for j, b in enumerate(operands if self.shifted else ()):
+            for j, b in enumerate(operands if self.shifted or self.weight.offset else ()):
                 mma(self.weight, self.row_sums, 4 * j, self.ones, b, self.start)
             self.start = False
 
@@ -90,11 +94,14 @@ class SumStep:
                     value = self.sums[at]
                     if self.shifted:
                         value = value - self.shift[r] * self.row_sums[4 * j + i % 2]
-                    assign(acc, at, acc[at] + (self.scale[r] * value if self.weight.scale else value))
+                    value = self.scale[r] * value if self.weight.scale else value
+                    if self.weight.offset:
+                        value = value + self.offset[r] * self.row_sums[4 * j + i % 2]
+                    assign(acc, at, acc[at] + value)
 
 
 class WeightStep:
-    """A step that multiplies finished weights: (bias + q) - (bias + zero), exact, times scale, rounded once.
+    """A step that multiplies finished weights: (bias + q) - (bias + zero), exact, times scale plus offset, rounded once.
 
     `Weight.arithmetic` says how.
     """
@@ -107,6 +114,7 @@ class WeightStep:
         self.emit = Emitter(self.weight.decoded(0, 0), k.table)
         self.scale = T.alloc_local([2 * self.tile.feature_tiles], dtype)
         self.shift = T.alloc_local([2 * self.tile.feature_tiles], dtype)
+        self.offset = T.alloc_local([2 * self.tile.feature_tiles], dtype) if self.weight.offset else None
         if self.weight.arithmetic == "split":
             self.scale_low, self.low = T.alloc_local([2 * self.tile.feature_tiles], dtype), T.alloc_local([1], dtype)
 
@@ -120,9 +128,12 @@ class WeightStep:
                 if role in words:
                     for r, value in enumerate(_floats(self.weight.grouped[role], words[role])):
                         assign(target, 2 * f + r, value)
+            if self.weight.offset:
+                for r, value in enumerate(_offsets(self.weight, words["offset"])):
+                    assign(self.offset, 2 * f + r, value)
 
     def _pack(self, f: int, words):
-        """Scale and -(bias / factor + zero) as packed pairs of equal halves.
+        """Scale, -(bias / factor + zero) and offset as packed pairs of equal halves.
 
         From bias / factor upwards halves are equidistant in value and in bits: integers are added to bits.
         """
@@ -130,28 +141,37 @@ class WeightStep:
         for r in range(2):
             way, zero = weight.decoded(0, r), None
             if weight.zero:
-                zero = _integers(weight.zero, words["zero"])[r]
+                zero = T.cast(_integers(weight.zero, words["zero"])[r], "uint32")  # a negative one wraps around
             if way.bias:
                 shrink = int(way.factor).bit_length() - 1
-                above = int(weight.offset(r)) - (1 << half.mantissa)
+                above = int(weight.nothing(r)) - (1 << half.mantissa)
                 bits = 0x8000 + half.power(half.mantissa - shrink) + above
                 shift = T.uint32(bits * 0x10001)
                 if zero is not None:
                     shift = ((zero << T.uint32(shrink)) + T.uint32(bits)) * T.uint32(0x10001)
                 assign(self.shift, 2 * f + r, shift)
             elif zero is not None:
-                value = T.float32(-weight.bias) - T.cast(zero, "float32")
+                value = T.float32(-weight.bias) - T.cast(T.reinterpret("int32", zero), "float32")
                 ptx(f"cvt.rn.{half.ptx}x2.f32", self.shift[2 * f + r], value, value)
             else:
                 assign(self.shift, 2 * f + r, T.uint32(decode.bits(half, -float(weight.bias)) * 0x10001))
             if weight.arithmetic == "split":
                 self._split(2 * f + r, _floats("float16", words["scale"])[r])
-            elif weight.scale == weight.compute:
-                word = words["scale"][0]
-                ptx("prmt.b32", self.scale[2 * f + r], word, word, T.uint32(0x3232 if r else 0x1010))
             elif weight.scale:
-                value = _floats(weight.scale, words["scale"])[r]
-                ptx(f"cvt.rn.{half.ptx}x2.f32", self.scale[2 * f + r], value, value)
+                self._pair("scale", words, r, self.scale[2 * f + r])
+            if weight.offset:
+                self._pair("offset", words, r, self.offset[2 * f + r])
+                if weight.subtract:
+                    assign(self.offset, 2 * f + r, self.offset[2 * f + r] ^ T.uint32(0x80008000))
+
+    def _pair(self, role: str, words, r: int, out):
+        """out = the role's number of feature c + 8 r, twice."""
+        if self.weight.grouped[role] == self.weight.compute:
+            word = words[role][0]
+            ptx("prmt.b32", out, word, word, T.uint32(0x3232 if r else 0x1010))
+        else:
+            value = _floats(self.weight.grouped[role], words[role])[r]
+            ptx(f"cvt.rn.{self.weight.half.ptx}x2.f32", out, value, value)
 
     def _split(self, at: int, scale):
         """The scale as a sum of two bf16 numbers, each as a packed pair."""
@@ -177,20 +197,22 @@ class WeightStep:
         fma, inverse = f"fma.rn.{half.ptx}x2", T.uint32(decode.bits(half, 1 / way.factor) * 0x10001)
         self.emit.halves(way, words, out)
         nothing = T.uint32(0x80008000)  # -0
-        if way.factor != 1 or self.weight.offset(register % 2) or self.weight.zero:
+        if way.factor != 1 or self.weight.nothing(register % 2) or self.weight.zero:
             ptx(fma, out, out, inverse, self.shift[r])
         if self.weight.arithmetic == "split":
             ptx(fma, self.low[0], out, self.scale_low[r], nothing)
             ptx(fma, out, out, self.scale[r], self.low[0])
-        elif self.weight.scale:
-            ptx(fma, out, out, self.scale[r], nothing)
+        elif self.weight.scale or self.weight.offset:
+            scale = self.scale[r] if self.weight.scale else T.uint32(half.one * 0x10001)
+            ptx(fma, out, out, scale, self.offset[r] if self.weight.offset else nothing)
 
     def _float_pair(self, f: int, words, step: int, register: int, out):
         r, values = 2 * f + register % 2, []
         for value in self._codes(words, step, register):
             if self.weight.zero:
                 value = value - self.shift[r]
-            values.append(value * self.scale[r] if self.weight.scale else value)
+            value = value * self.scale[r] if self.weight.scale else value
+            values.append(value + self.offset[r] if self.weight.offset else value)
         ptx(f"cvt.rn.{self.weight.half.ptx}x2.f32", out, values[1], values[0])
 
     def _codes(self, words, step: int, register: int) -> list:
@@ -242,10 +264,20 @@ def _floats(dtype: str, words) -> list:
     return [T.cast(T.reinterpret("float16", T.cast(half, "uint16")), "float32") for half in (low, high)]
 
 
+def _offsets(weight, words) -> list:
+    """Loaded words -> what is added to the weights of features c and c + 8."""
+    return [-value if weight.subtract else value for value in _floats(weight.offset, words)]
+
+
 def _integers(dtype: str, words) -> list:
-    """Loaded words -> the integers of features c and c + 8: two nibbles or two bytes."""
-    bits = 4 if dtype == "u4" else 8
-    return [words[0] & T.uint32((1 << bits) - 1), words[0] >> T.uint32(bits)]
+    """Loaded words -> the integers of features c and c + 8: two nibbles or two bytes, extended by their sign if need be."""
+    bits = 4 if dtype in NIBBLES else 8
+    found = [words[0] & T.uint32((1 << bits) - 1), words[0] >> T.uint32(bits)]
+    if dtype[0] == "u":
+        return found
+    sign = 1 << int(dtype[1:]) - 1
+    mask = T.uint32(2 * sign - 1)  # of a number in a byte of its own the upper bits are zero
+    return [T.reinterpret("int32", (number & mask) ^ T.uint32(sign)) - sign for number in found]
 
 
 def _small_float(dtype: str, byte):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from tvm import tirx
 
-from qdsl.codegen.cuda import mma
+from qdsl.codegen.cuda import inputs, mma
 from qdsl.codegen.cuda.candidates import candidates
-from qdsl.codegen.cuda.weight import Weight
+from qdsl.codegen.cuda.weight import Shared, Weight
 from qdsl.codegen.function import Parameters, buffer_shape
-from qdsl.codegen.plan import MainLoop, Plan
+from qdsl.codegen.plan import MainLoop, Plan, place_in
 from qdsl.codegen.tir import as_float, storage, translate
 from qdsl.dtype import dtype
 from qdsl.expr import Ref
@@ -18,10 +18,18 @@ from qdsl.scheme import Scheme
 def lower(plan: Plan) -> dict[str, tirx.PrimFunc]:
     loop = plan.main_loop
     assert loop is not None, "the plan chose the main loop"
-    given = {loop.code, loop.scale, loop.zero}
-    extra = tuple(_extra(plan, b.tensor) for b in plan.buffers if b.tensor not in given)
-    kernels = candidates(plan.target, weight_of(plan.scheme, loop))
-    return {f"linear_{c.name}": c.lower(f"linear_{c.name}", extra, _epilogue(plan)) for c in kernels}
+    given = {loop.code, *loop.grouped}
+    rest = (b.tensor for b in plan.buffers if plan.scheme.tensor(b.tensor).role != "index")
+    extra = tuple(_extra(plan, name) for name in rest if name not in given)
+    weight = weight_of(plan.scheme, loop)
+    kernels = {
+        f"linear_{c.name}": c.lower(f"linear_{c.name}", extra, _epilogue(plan)) for c in candidates(plan.target, weight)
+    }
+    return (
+        {"order_inputs": inputs.lower("order_inputs", weight.compute, plan.target), **kernels}
+        if loop.order
+        else kernels
+    )
 
 
 def weight_of(scheme: Scheme, loop: MainLoop) -> Weight:
@@ -33,7 +41,14 @@ def weight_of(scheme: Scheme, loop: MainLoop) -> Weight:
 
     compute, code = storage(scheme.compute.operand), scheme.code.dtype
     index = dtype(f"u{code.bits}") if loop.table else code
-    return Weight(compute, loop.constant, loaded(loop.zero), loaded(loop.scale), loop.group, index, loop.table)
+    shared = []
+    for role, name in (("scale", loop.scale), ("zero", loop.zero), ("offset", loop.offset)):
+        if name and (place := place_in(loop, scheme.tensor(name), scheme)):
+            shared.append((role, Shared(place.features, place.inputs)))
+    return Weight(
+        compute, loop.constant, loaded(loop.zero), loaded(loop.scale), loop.group, index, loop.table,
+        loaded(loop.offset), loop.subtract, tuple(shared),
+    )  # fmt: skip
 
 
 def _extra(plan: Plan, name: str) -> mma.Extra:

@@ -35,16 +35,16 @@ from qdsl.codegen.cuda.reduce import Epilogue, reduce, store_partials
 from qdsl.codegen.cuda.stage import (
     SHARED,
     FillCodes,
-    FillGroups,
     FillTokens,
     Stage,
     declare_views,
+    fill_of,
     fitted,
     pool_bytes,
     table_start,
 )
 from qdsl.codegen.cuda.tile import Tile
-from qdsl.codegen.cuda.weight import BYTES, Weight
+from qdsl.codegen.cuda.weight import BYTES, NIBBLES, Weight
 
 Extra = tuple[str, Callable, str]  # name, (M, N, K) -> shape, dtype
 
@@ -88,7 +88,9 @@ def lower(
     overlapped  it may be launched before its predecessor has ended (`overlap`)
     shared      bytes of shared memory that a CTA can have
     """
-    tile = fitted(weight, tile, shared)
+    small = fitted(weight, tile, shared)
+    assert small is not None, f"{tile}: needs {pool_bytes(weight, tile)} bytes of shared memory"
+    tile = small
     with IRBuilder() as builder, T.prim_func(False, False, False):
         T.func_name(name)
         T.func_attr({"global_symbol": name, "tirx.noalias": True})
@@ -115,9 +117,14 @@ def declare(weight, tile, extra, output):
         "q": ((ceildiv(N, 16), ceildiv(K, 64), *words_of(weight.code.bits)), "uint32"),
     }
     for role, dtype in weight.grouped.items():
-        tail = (8,) if dtype == "u4" else (8, 2)
+        tail, place = (8,) if dtype in NIBBLES else (8, 2), weight.place(role)
         dtype = "uint8" if BYTES.get(dtype, 1) == 1 else dtype
         shapes[role] = ((ceildiv(N, 16), groups, *tail), dtype)
+        if place:
+            shapes[role] = (
+                tuple(ceildiv(of, by) if by else 1 for of, by in ((N, place.features), (K, place.inputs))),
+                dtype,
+            )
     own = [(role[0] if role in weight.grouped else role, *shape) for role, shape in shapes.items()]
     others = [(name, shape(M, N, K), dtype) for name, shape, dtype in extra]
     params = [*own, *others, ("y", (M, N), output)]
@@ -180,7 +187,7 @@ def _main_loop(k: Kernel):
     ptx("mov.b32", count[0], (end - first + (stride - 1)) // stride)  # slices of this team
     slot, other = register("int32", T.int32(0)), register("int32", T.int32(0))
     fills: list = [FillCodes(k, views["q"], first)]
-    fills += [FillGroups(k, role, views[role], first) for role in k.weight.grouped]
+    fills += [fill_of(k, role, views[role], first) for role in k.weight.grouped]
     fills.append(FillTokens(k, views["x"], first))
     acc = zeros(4 * tile.feature_tiles * tile.token_tiles, "float32")
     with T.serial(0, count[0] + ahead, unroll=False) as i:

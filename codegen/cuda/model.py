@@ -39,7 +39,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from qdsl.choice import TOKENS, Key, Limits, Table, Times, merged, table_of
-from qdsl.codegen.cuda.weight import BYTES, Weight
+from qdsl.codegen.cuda.weight import BYTES, NIBBLES, Weight
 from qdsl.codegen.target import Gpu
 from qdsl.manifest import Variant
 
@@ -94,7 +94,8 @@ class Work:
 
 
 def bits_per_weight(weight: Weight) -> float:
-    grouped = sum(4 if kind == "u4" else 8 * BYTES[kind] for kind in weight.grouped.values())
+    own = (kind for role, kind in weight.grouped.items() if not weight.place(role))
+    grouped = sum(4 if kind in NIBBLES else 8 * BYTES[kind] for kind in own)
     return weight.code.bits + grouped / (weight.group or 4096)
 
 

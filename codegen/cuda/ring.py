@@ -14,7 +14,7 @@ from tvm.tirx.script import builder as T
 
 from qdsl.codegen.cuda.builder import assign, ptx, register, when
 from qdsl.codegen.cuda.kernel import Kernel
-from qdsl.codegen.cuda.stage import READ_ONCE, FillGroups, View, declare_views, evict_first
+from qdsl.codegen.cuda.stage import READ_ONCE, View, declare_views, evict_first, fill_of
 from qdsl.codegen.cuda.weight import Weight
 
 ROW = 128  # bytes of 64 numbers of a token in shared memory: the width of the swizzle that wgmma reads
@@ -104,7 +104,7 @@ class Ring:
     def initialize(self):
         k, tile = self.k, self.k.tile
         with when(k.thread < self.stages):
-            landed = 1 + 32 * bool(k.weight.grouped)
+            landed = 1 + 32 * len(_arrivals(k.weight))
             ptx("mbarrier.init.shared.b64", self.full(k.thread), T.uint32(landed))
             ptx("mbarrier.init.shared.b64", self.empty(k.thread), T.uint32(tile.team_threads))
             ptx("fence.mbarrier_init.release.cluster")
@@ -117,6 +117,15 @@ class Ring:
         faster, and compute-sanitizer does not see the order.
         """
         ptx("mbarrier.arrive.shared.b64", self.empty(slot))
+
+
+def _arrivals(weight: Weight) -> list[str]:
+    """How each of the lanes that fill groups says that its share has landed: what it copied, and what it stored itself."""
+    stored = {bool(weight.place(role)) for role in weight.grouped}
+    return [ARRIVALS[own] for own in sorted(stored)]
+
+
+ARRIVALS = {False: "cp.async.mbarrier.arrive.noinc.shared.b64", True: "mbarrier.arrive.shared.b64"}
 
 
 def fetch(maps):
@@ -150,12 +159,13 @@ def fill_groups(k: Kernel, ring: Ring, cursor: Cursor, warp, begin, end):
     """The warps that fill groups, each every so many'th: the scales and zeros of stages begin .. end of a part."""
     tile, step = k.tile, k.tile.fill_warps
     first = begin + warp if step > 1 else begin
-    fills = [FillGroups(k, role, ring.views[role], first * tile.slice) for role in k.weight.grouped]
+    fills = [fill_of(k, role, ring.views[role], first * tile.slice) for role in k.weight.grouped]
     with T.serial(0, (end - first + (step - 1)) // step, unroll=False):
         slot = cursor.slot
         T.evaluate(T.cuda.mbarrier_wait(ring.empty(slot), cursor.phase))
         for fill in fills:
             fill.start(slot)
             fill.advance(tile.slice * step)
-        ptx("cp.async.mbarrier.arrive.noinc.shared.b64", ring.full(slot))
+        for arrive in _arrivals(k.weight):
+            ptx(arrive, ring.full(slot))
         cursor.advance(step)

@@ -13,11 +13,11 @@ from dataclasses import dataclass, replace
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from qdsl.codegen.cuda.builder import assign, ceildiv, ptx, register, wide
+from qdsl.codegen.cuda.builder import assign, ceildiv, ptx, register, when, wide
 from qdsl.codegen.cuda.decode import words_of
 from qdsl.codegen.cuda.kernel import Kernel
 from qdsl.codegen.cuda.tile import Tile
-from qdsl.codegen.cuda.weight import BYTES, Weight
+from qdsl.codegen.cuda.weight import BYTES, NIBBLES, Weight
 
 ITEM_BYTES = {**BYTES, "uint32": 4, "uint8": 1}
 READ_ONCE = 64  # tokens of a tile up to which its codes are hardly ever read by another CTA as well
@@ -89,7 +89,7 @@ class Stage:
 
 def group_bytes(dtype: str) -> int:
     """Bytes of one group of 16 features."""
-    return 8 if dtype == "u4" else 16 * BYTES[dtype]
+    return 8 if dtype in NIBBLES else 16 * BYTES[dtype]
 
 
 def pool_bytes(weight: Weight, tile: Tile) -> int:
@@ -101,14 +101,15 @@ def table_start(weight: Weight, tile: Tile) -> int:
     return max(tile.teams * tile.stages * Stage(weight, tile).offset(), 4 * math.prod(tile.partials))
 
 
-def fitted(weight: Weight, tile: Tile, shared: int = SHARED) -> Tile:
-    """The tile with as many stages, then as long slices, as fit into so many bytes of shared memory."""
+def fitted(weight: Weight, tile: Tile, shared: int = SHARED) -> Tile | None:
+    """The tile with as many stages, then as long slices, as fit into so many bytes of shared memory; None if none do."""
     while pool_bytes(weight, tile) > shared:
         if tile.stages > 2:
             tile = replace(tile, stages=tile.stages - 1)
-        else:
-            assert tile.slice > 1, f"{tile}: needs {pool_bytes(weight, tile)} bytes of shared memory"
+        elif tile.slice > 1:
             tile = replace(tile, slice=tile.slice // 2)
+        else:
+            return None
     return tile
 
 
@@ -192,6 +193,11 @@ class FillCodes:
         assign(self.offset, 0, self.offset[0] + tiles * self.words)
 
 
+def fill_of(k: Kernel, role: str, view, first):
+    """The copies of a role's numbers: scales, zeros or offsets."""
+    return (FillShared if k.weight.place(role) else FillGroups)(k, role, view, first)
+
+
 class FillGroups:
     """Pieces of up to 16 bytes of the scales or zeros of 16 features and one group."""
 
@@ -225,6 +231,46 @@ class FillGroups:
             inside = tirx.all(k.o0 + self.f + f < k.o_tiles, position < k.K)
             target = self.view.ptr(slot, self.f + f, self.step + step, self.piece * self.width)
             _copy(target, source, self.width, inside, None if total >= threads else k.filler < total)
+
+    def advance(self, tiles: int):
+        assign(self.position, 0, self.position[0] + tiles * 64)
+
+
+class FillShared:
+    """Scales, zeros or offsets as they are declared, a row for so many features: every thread of a stage loads some and
+    stores them where its features look for theirs. They are few: after the first of a line, the L1 cache has the others.
+    """
+
+    def __init__(self, k: Kernel, role: str, view, first):
+        self.k, self.view, self.source, self.dtype = k, view, k.grouped[role], k.weight.grouped[role]
+        self.place, self.stage = k.weight.place(role), Stage(k.weight, k.tile)
+        self.position = register("int32", first * 64)
+        self.bytes = group_bytes(self.dtype) // (8 if self.dtype in NIBBLES else 16)
+
+    def start(self, slot):
+        k, threads, steps = self.k, self.k.tile.fillers, self.stage.steps
+        numbers = group_bytes(self.dtype) // self.bytes
+        total = k.tile.features // 16 * steps * numbers
+        words = k.shared((k.tile.rings, k.tile.stages, self.stage.offset() // self.bytes), str(self.source.dtype))
+        for n in range(-(-total // threads)):
+            item = n * threads + k.filler
+            f, step, number = item // (steps * numbers), item // numbers % steps, item % numbers
+            first = (k.o0 + f) * 16
+            at = self.view.index(slot, f, step, number * self.bytes)
+            at[2] = at[2] // self.bytes
+            with when(item < total):
+                if self.dtype in NIBBLES:
+                    value = self._value(first + number, step) | self._value(first + 8 + number, step) << T.uint8(4)
+                else:
+                    value = self._value(first + number % 2 * 8 + number // 2, step)
+                T.buffer_store(words, value, at)
+
+    def _value(self, feature, step):
+        """The number of a feature in a step, both within the weight."""
+        k = self.k
+        row = tirx.min(feature, k.N - 1) // self.place.features if self.place.features else T.int32(0)
+        position = tirx.min(self.position[0] + step * self.stage.step, k.K - 1)
+        return self.source[wide(row), wide(position // self.place.inputs if self.place.inputs else T.int32(0))]
 
     def advance(self, tiles: int):
         assign(self.position, 0, self.position[0] + tiles * 64)

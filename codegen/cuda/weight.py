@@ -9,25 +9,37 @@ from qdsl.codegen.cuda.decode import HALVES, Decoded, Half
 from qdsl.dtype import DType, dtype
 
 U4 = dtype("u4")
-INTEGERS = tuple(f"u{bits}" for bits in range(1, 9))
+INTEGERS = tuple(f"{sign}{bits}" for sign in "ui" for bits in range(1, 9))
+NIBBLES = ("u4", "i4")  # two of them share a byte
 FLOATS = {"float16": 2, "bfloat16": 2, "float32": 4, "e4m3": 1, "e5m2": 1, "e8m0": 1}  # bytes
-BYTES = {**FLOATS, **dict.fromkeys(INTEGERS, 1)}  # of a number by itself; two u4 share one
+BYTES = {**FLOATS, **dict.fromkeys(INTEGERS, 1)}  # of a number by itself
+
+
+@dataclass(frozen=True)
+class Shared:
+    """Which weights share a number: so many features, and so many inputs; None: all."""
+
+    features: int | None
+    inputs: int | None
 
 
 @dataclass(frozen=True)
 class Weight:
-    """How a code becomes a weight: w = (q - bias - zero) * scale, one scale and zero per group along k.
+    """How a code becomes a weight: w = (q - bias - zero) * scale + offset, one of each per group along k.
 
-    With a table, w = table[q] * scale.
+    With a table, w = table[q] * scale + offset.
     """
 
     compute: str  # "float16" or "bfloat16": type of x and of the multiplier
     bias: int  # constant zero point; 8 for symmetric u4, 0 if there is none
-    zero: str | None  # type of the loaded zero: "u1" .. "u8" or a 16-bit or 32-bit float; None: there is none
+    zero: str | None  # type of the loaded zero: "u1" .. "u8", "i1" .. "i8", or a float; None: there is none
     scale: str | None  # type of the loaded scale; None: there is none, or the epilogue applies it
     group: int | None  # extent of a group: a multiple of 16; None: all of K is one group
     code: DType = U4
     table: tuple[float, ...] = ()  # what the codes stand for, if not for themselves; in float32
+    offset: str | None = None  # type of the loaded offset, a float; None: there is none
+    subtract: bool = False  # the offset is taken off
+    shared: tuple[tuple[str, Shared], ...] = ()  # roles whose numbers features share, or that have other groups
 
     @property
     def problem(self) -> str:
@@ -39,10 +51,19 @@ class Weight:
             code.is_float and not (code.mantissa <= self.half.mantissa and code.exponent <= self.half.exponent)
         ):
             return f"{code} has more bits than {self.compute}"
-        if self.zero not in (None, *INTEGERS, "float16", "bfloat16", "float32") or self.scale not in (None, *FLOATS):
+        floats = ("float16", "bfloat16", "float32")
+        if self.zero not in (None, *INTEGERS, *floats) or self.scale not in (None, *FLOATS):
             return f"scales of {self.scale} and zeros of {self.zero} are not decoded"
-        if self.group is not None and self.group % 16:
+        if self.offset not in (None, *floats):
+            return f"offsets of {self.offset} are not decoded"
+        if any(size is not None and size % 16 for size in (self.group, *(place.inputs for _, place in self.shared))):
             return f"groups of {self.group} are no whole steps of 16"
+        if (
+            self.zero in INTEGERS
+            and self.zero[0] == "i"
+            and not (code.kind == "int" and int(self.zero[1:]) <= code.bits)
+        ):
+            return f"zeros of {self.zero} may be below every {code}"
         if (self.bias or self.zero) and (self.table or code.is_float):
             return "a zero point is taken off integers alone"
         if not (self.bias >= 0 and all(self._shifts_exactly(r) for r in range(2))):
@@ -63,20 +84,20 @@ class Weight:
         """What a code of feature c + 8 r is multiplied by where it is a float."""
         return self.decoded(0, r).factor
 
-    def offset(self, r: int) -> float:
-        """What such a float is for a weight of zero, if there is no loaded zero."""
+    def nothing(self, r: int) -> float:
+        """What such a float is for a weight of zero, if nothing is loaded that says so."""
         return self.decoded(0, r).bias + self.factor(r) * self.bias
 
     @property
     def excess(self) -> float:
         """How far what is summed may be from the code less its zero point, in units of the code."""
-        shifted = self.zero is not None or any(self.offset(r) for r in range(2))
+        shifted = self.zero is not None or any(self.nothing(r) for r in range(2))
         away = max(self.decoded(0, r).bias / self.factor(r) for r in range(2))
         return away + (1 << self.code.bits) if shifted else 0.0
 
     @property
     def largest_zero(self) -> int:
-        return self.bias + ((1 << int(self.zero[1:])) - 1 if self.zero in INTEGERS else 0)
+        return self.bias + ((1 << int(self.zero[1:]) - (self.zero[0] == "i")) - 1 if self.zero in INTEGERS else 0)
 
     def _shifts_exactly(self, r: int) -> bool:
         """Whether what is taken off a decoded code has the unit of the code."""
@@ -87,7 +108,7 @@ class Weight:
     def arithmetic(self) -> str:
         """How q - zero, which is exact, becomes a finished weight, rounded once.
 
-        packed  in pairs of 16 bits, times a scale of that type, or of one whose values that type has
+        packed  in pairs of 16 bits, times a scale, plus an offset of that type, or of one whose values that type has
         split   the same with an f16 scale in bf16: as the sum of two bf16 numbers, which it is exactly. The lower has
                 3 bits, q - zero no more than 5, so their product is exact, too, and is added before the one rounding
         floats  in float32
@@ -95,8 +116,10 @@ class Weight:
         if self.table or self.zero not in (None, *INTEGERS):
             return "floats"
         held = {"float16": ("float16", "e4m3", "e5m2"), "bfloat16": ("bfloat16", "e4m3", "e5m2", "e8m0")}
-        if self.scale is None or self.scale in held[self.compute]:
+        if all(kind is None or kind in held[self.compute] for kind in (self.scale, self.offset)):
             return "packed"
+        if self.offset:
+            return "floats"
         largest = self.largest_zero + (8 if self.code.kind == "int" else 0)
         small = self.code.is_integer and self.code.bits <= 4 and largest < 32
         return "split" if (self.compute, self.scale) == ("bfloat16", "float16") and small else "floats"
@@ -108,4 +131,9 @@ class Weight:
     @property
     def grouped(self) -> dict[str, str]:
         """The types of what is loaded per group, by role."""
-        return {role: dtype for role, dtype in (("scale", self.scale), ("zero", self.zero)) if dtype}
+        roles = (("scale", self.scale), ("zero", self.zero), ("offset", self.offset))
+        return {role: dtype for role, dtype in roles if dtype}
+
+    def place(self, role: str) -> Shared | None:
+        """Which weights share a number of a role, if not those of one feature and one group."""
+        return dict(self.shared).get(role)

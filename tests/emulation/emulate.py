@@ -61,6 +61,7 @@ _INSTRUCTIONS: list[tuple[str, str]] = [
     (r"ld\.shared\.v2\.b32 .*", "simt::load_all<uint32_t>({2}, {0}, {1})"),
     (r"ld\.shared(?:::cluster)?\.v4\.(?:b32|f32) .*", "simt::load_all<uint32_t>({4}, {0}, {1}, {2}, {3})"),
     (r"st\.shared\.v4\.(?:b32|f32) .*", "simt::store_all(simt::at({0}), {1}, {2}, {3}, {4})"),
+    (r"ld\.global\.v4\.b32 .*", "const uint32_t* from = (const uint32_t*)({4}); {0} = from[0], {1} = from[1], {2} = from[2], {3} = from[3]"),
     (r"st\.global\.v2\.b32 .*", "simt::store_all((char*)({0}), {1}, {2})"),
     (r"st\.global\.v4\.b32 .*", "simt::store_all((char*)({0}), {1}, {2}, {3}, {4})"),
     (r"cp\.async\.c[ag]\.shared\.global(?:\.L2::cache_hint)? \[%0\], \[%1\], (\d+)(?:, %\d)?", "simt::copy_async({0}, {1}, \\1, \\1)"),
