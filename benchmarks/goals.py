@@ -1,7 +1,8 @@
-"""Results of `w4a16.py` against the goals: `python benchmarks/goals.py [FILE.json] [--readme] [--plot FILE.png]`.
+"""Results against the goals: `python benchmarks/goals.py [FILE.json] [--weight-only] [--readme] [--plot FILE.png]`.
 
-A row for every (type, K, N, M): ours, the best peer, the goal, and whether it is met.  A cell in f16 is compared with the
-better of a peer's two types, one in bf16 with the peer's own bf16.  `--readme` puts the table into benchmarks/README.md.
+Of `w4a16.py`, a row for every (type, K, N, M): ours, the best peer, the goal, and whether it is met.  A cell in f16 is compared
+with the better of a peer's two types, one in bf16 with the peer's own bf16.  Of `weight_only.py`, a row for every scheme and
+shape.  `--readme` puts the table into benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -20,6 +21,8 @@ HERE = Path(__file__).parent
 README = HERE / "README.md"
 RESULTS = HERE / "results" / "w4a16-h200.json"
 BEGIN, END = "<!-- goals: written by goals.py -->", "<!-- end of goals -->"
+WEIGHT_ONLY = HERE / "results" / "weight-only-h200.json"
+WEIGHT_ONLY_MARKS = "<!-- weight-only: written by goals.py -->", "<!-- end of weight-only -->"
 FOUR_BIT = ("marlin", "machete", "humming", "tinygemm")
 FAST = FOUR_BIT[:3]  # without one of these no goal says much
 
@@ -114,33 +117,112 @@ def table(found: Results) -> str:
     )
 
 
-def into_readme(text: str, block: str) -> str:
+# ---- schemes of weights alone ------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Beside:
+    """A cell of ours, that of awq4 (the first scheme), and those of the peers, for the same product."""
+
+    cell: Cell
+    first: Cell
+    peers: tuple[Cell, ...]
+
+    @property
+    def goal(self) -> float | None:
+        """The most µs: few tokens take what the bytes make of awq4's time, and less than Humming; many no more than any peer."""
+        if self.cell.M <= 16:
+            humming = [0.85 * p.us for p in self.peers if family(p) == "humming"]
+            return min([1.15 * self.cell.floor_us / self.first.floor_us * self.first.us + 1.5, *humming])
+        return min((p.us for p in self.peers), default=None) if self.cell.M >= 256 else None
+
+    @property
+    def word(self) -> str:
+        return "–" if self.goal is None else "met" if self.cell.us <= self.goal else "missed"
+
+    def __str__(self) -> str:
+        quantized = [p for p in self.peers if family(p) != "cublas"]
+        beside = [
+            min(some, key=lambda p: p.us) for some in (quantized, [p for p in self.peers if p not in quantized]) if some
+        ]
+        names = ", ".join(f"{p.us:.1f} {family(p)}" for p in beside)
+        mark = {"missed": "**", "met": "", "–": ""}[self.word]
+        return f"{mark}{self.cell.us:.1f}{mark}{f' ({names})' if names else ''}"
+
+
+def besides(found: Results) -> list[Beside]:
+    """Every timed cell of ours, by scheme and shape as in the file."""
+    timed = [c for c in found.cells if c.us is not None]
+    ours = [c for c in timed if c.contender == "qdsl"]
+    first = {(c.K, c.N, c.M): c for c in ours if c.scheme == ours[0].scheme and c.group == ours[0].group}
+    peers: dict[tuple, list[Cell]] = {}
+    for c in timed:
+        if c.contender != "qdsl":
+            peers.setdefault((c.scheme, c.group, c.K, c.N, c.M), []).append(c)
+    return [Beside(c, first[c.K, c.N, c.M], tuple(peers.get((c.scheme, c.group, c.K, c.N, c.M), ()))) for c in ours]
+
+
+def weight_only_table(found: Results) -> str:
+    """Markdown: a row for every scheme and shape, µs of ours and, in brackets, of the best quantized peer and of cuBLAS."""
+    rows, meta = besides(found), found.meta
+    counted = [row for row in rows if row.word != "–"]
+    tokens = sorted({row.cell.M for row in rows})
+    by_line: dict[tuple, dict[int, Beside]] = {}
+    for row in rows:
+        c = row.cell
+        by_line.setdefault((c.scheme, c.group, c.dtype, c.K, c.N), {})[c.M] = row
+    lines = []
+    for (scheme, group, dtype, k, n), cells in by_line.items():
+        own = ", ".join([scheme, *([f"group {group}"] if group else [])])
+        lines.append(f"| {own} | {dtype} | {k}×{n} | " + " | ".join(str(cells.get(m, "–")) for m in tokens) + " |")
+    versions = ", ".join(f"{name} {version}" for name, version in meta.versions.items())
+    few = [row for row in counted if row.cell.M <= 16]
+    met = sum(row.word == "met" for row in counted)
+    return "\n".join(
+        [
+            f"{meta.device}, {meta.date[:10]}, commit {meta.commit}, {versions}. {meta.method[0].upper()}{meta.method[1:]}.",
+            "",
+            f"**{met} of {len(counted)} goals met**, {sum(row.word == 'met' for row in few)} of {len(few)} of those for few "
+            "tokens. Times in µs, a missed goal bold; in brackets the best quantized peer, where one takes the scheme, and cuBLAS.",
+            "",
+            f"| scheme | type | K×N | {' | '.join(f'M = {m}' for m in tokens)} |",
+            f"|---|---|---|{'---|' * len(tokens)}",
+            *lines,
+        ]
+    )
+
+
+# ---- the page ----------------------------------------------------------------------------------------------------
+def into_readme(text: str, block: str, marks: tuple[str, str] = (BEGIN, END)) -> str:
     """The page with the block between its two marks; raises Error where they are not."""
-    before, begin, rest = text.partition(BEGIN)
-    _, end, after = rest.partition(END)
+    before, begin, rest = text.partition(marks[0])
+    _, end, after = rest.partition(marks[1])
     if not (begin and end):
-        raise Error(f"{README.name}: no `{BEGIN}` … `{END}` to write between; put the two lines where the table goes")
-    return f"{before}{BEGIN}\n\n{block}\n\n{END}{after}"
+        raise Error(
+            f"{README.name}: no `{marks[0]}` … `{marks[1]}` to write between; put the two lines where the table goes"
+        )
+    return f"{before}{begin}\n\n{block}\n\n{end}{after}"
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("file", type=Path, nargs="?", default=RESULTS)
+    parser.add_argument("file", type=Path, nargs="?")
+    parser.add_argument("--weight-only", action="store_true", help="the file is one of weight_only.py")
     parser.add_argument("--readme", action="store_true", help="write the table into benchmarks/README.md")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw all shapes")
     args = parser.parse_args(argv)
+    args.file = args.file or (WEIGHT_ONLY if args.weight_only else RESULTS)
     try:
         if args.plot:
             plot.require(args.plot)
         found = results.read(args.file)
-        block = table(found)
+        block = weight_only_table(found) if args.weight_only else table(found)
         if args.plot:
             plot.draw(found, args.plot)
         if args.readme:
             picture = args.file.with_suffix(".png")
             if picture.is_file() and picture.is_relative_to(HERE):
                 block += f"\n\n![time over M]({picture.relative_to(HERE)})"
-            README.write_text(into_readme(README.read_text(), block))
+            marks = WEIGHT_ONLY_MARKS if args.weight_only else (BEGIN, END)
+            README.write_text(into_readme(README.read_text(), block, marks))
         else:
             print(block)
     except Error as problem:

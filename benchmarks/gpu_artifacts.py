@@ -20,7 +20,6 @@ MORE: dict[str, tuple[dict[str, object], ...]] = {
         *({"bits": bits} for bits in (2, 3, 5, 6, 7, 8)),
         {"act": "bf16"},
         {"group": 20},
-        {"bits": 1, "group": 64, "act": "bf16"},
     ),
     "gptq_sym": ({"bits": 3}, {"bits": 8}, {"act": "bf16", "group": 64}, {"group": "k"}),
     "gptq_actorder": ({"group": 32}, {"bits": 3, "act": "bf16"}, {"bits": 8, "group": 40}),

@@ -50,10 +50,12 @@ class MainLoop:
 
     def key(self, scheme: Scheme) -> Key:
         """Which tables of measured choices are about this main loop."""
-        zero = scheme.tensor(self.zero).dtype if self.zero else None
-        scale = str(scheme.tensor(self.scale).dtype) if self.scale else None
+        scale, zero, offset = (
+            scheme.tensor(name).dtype if name else None for name in (self.scale, self.zero, self.offset)
+        )
         kind = None if zero is None else "float" if zero.is_float else str(zero)
-        return Key(str(scheme.compute.operand), scale, kind, self.group, str(scheme.code.dtype))
+        return Key(str(scheme.compute.operand), scale and str(scale), kind, self.group, str(scheme.code.dtype),
+                   offset and str(offset), len(self.table))  # fmt: skip
 
     def __str__(self) -> str:
         zero = self.zero or (str(self.constant) if self.constant else "")

@@ -23,19 +23,23 @@ Limits = tuple[tuple[int | None, str], ...]  # (m_max, variant) by rising m_max;
 
 @dataclass(frozen=True)
 class Key:
-    """What makes main loops differ in speed: the types of the multiplier, the scale, the zero and the code, and the group."""
+    """What makes main loops differ in speed: the types of the multiplier and of what is loaded, the group, and whether codes
+    are looked up in a table of so many entries."""
 
     compute: str
     scale: str | None
     zero: str | None
     group: int | None  # None: all of k is one group
     code: str = "u4"
+    offset: str | None = None
+    entries: int = 0
 
     def __str__(self) -> str:
-        loaded = [f"{name} {kind}" for name, kind in (("scale", self.scale), ("zero", self.zero)) if kind]
+        roles = (("scale", self.scale), ("zero", self.zero), ("offset", self.offset))
+        loaded = [f"{name} {kind}" for name, kind in roles if kind]
         return ", ".join(
             [
-                f"{self.code} in {self.compute}",
+                f"{self.code} in {self.compute}{f', a table of {self.entries}' if self.entries else ''}",
                 *loaded,
                 "one group" if self.group is None else f"groups of {self.group}",
             ]

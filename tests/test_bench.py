@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import os
 import sys
@@ -22,10 +21,12 @@ from qdsl.runtime import bench, timing
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import beside  # noqa: E402
 import goals  # noqa: E402
 import host_cost  # noqa: E402
 import peers  # noqa: E402
 import w4a16  # noqa: E402
+import weight_only  # noqa: E402
 
 CPU = torch.device("cpu")
 META = Meta("0123abcd", "a machine", "2026-01-02T03:04:05Z", {"torch": "2.6"}, "a clock; floor at 1 GB/s")
@@ -167,7 +168,7 @@ def test_declared_bytes_are_codes_scales_zeros_x_and_y():
     weights = 4096 * 4096 // 2 + 4096 * 32 * 2 + 4096 * 32 // 2
     assert bench.declared_bytes(qdsl.load("awq4"), 1, 4096, 4096) == weights + 2 * (4096 + 4096)
     assert bench.declared_bytes(qdsl.load("w8a16"), 3, 64, 32) == 64 * 32 + 64 * 4 + 3 * 2 * (64 + 32)
-    assert w4a16.H200.floor_us(weights + 2 * 8192, 2 * 4096**2) == pytest.approx(2.0308539534883723)
+    assert beside.H200.floor_us(weights + 2 * 8192, 2 * 4096**2) == pytest.approx(2.0308539534883723)
 
 
 # ---- what the command refuses ------------------------------------------------------------------------------------
@@ -476,29 +477,31 @@ def test_goals_without_a_file(tmp_path, capsys):
 
 
 # ---- side by side ------------------------------------------------------------------------------------------------
-def test_codes_are_packed_little_end_first():
-    q = torch.randint(0, 16, (32, 24), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
-    words = peers.pack_rows(q).numpy().view(np.uint32)
-    assert words.shape == (4, 24)
-    for k, n in itertools.product(range(32), range(24)):
-        assert words[k // 8, n] >> (4 * (k % 8)) & 15 == q[k, n]
-    columns = peers.pack_columns(q).numpy().view(np.uint32)
-    assert columns.shape == (32, 3) and columns[5, 2] >> 28 == q[5, 23]
+@pytest.mark.parametrize("bits", [2, 3, 4, 5, 8])
+def test_codes_are_packed_little_end_first(bits):
+    q = torch.randint(0, 1 << bits, (3, 64), dtype=torch.uint8, generator=torch.Generator().manual_seed(0))
+    words = peers.dense_bits(q, bits).numpy().view(np.uint32)
+    assert words.shape == (3, 2 * bits)
+    for row in range(3):
+        number = sum(int(word) << 32 * at for at, word in enumerate(words[row]))
+        assert [number >> bits * k & (1 << bits) - 1 for k in range(64)] == q[row].tolist()
 
 
 def test_numbers_of_a_problem_are_the_same_in_both_types():
     given = w4a16.random_problem(256, 64, 2, None, 3, CPU)
-    for t in (given.s, given.x):
+    stored = given.stored
+    for t in (stored.scale, given.x):
         assert torch.equal(t.half().float(), t.float()) and torch.equal(t.bfloat16().float(), t.float())
-    assert given.q.max() == 15 and given.q.min() == 0 and given.z.max() == 15
-    assert (w4a16.random_problem(256, 64, 2, 8, 3, CPU).z == 8).all()
+    assert stored.codes.max() == 15 and stored.codes.min() == 0 and stored.zero.max() == 15
+    symmetric = w4a16.random_problem(256, 64, 2, 8, 3, CPU).stored
+    assert symmetric.zero is None and symmetric.symmetric and not stored.symmetric
 
 
 def test_all_contenders_get_the_same_numbers_and_the_absent_are_named(capsys):
     found = w4a16.contenders(lambda act: qdsl.load("awq4", act=act))
     assert len({c.label for c in found}) == len(found) == 11
     given = w4a16.random_problem(256, 64, 2, None, 4, CPU)
-    cells, absent = w4a16.measure(found, given, (1, 4), "no --peers DIR", w4a16.H200)
+    cells, absent = beside.measure(found, given, (1, 4), "no --peers DIR", beside.H200)
     assert results.check(json.loads(Results(META, tuple(cells)).to_json())) == [] and len(cells) == 22
     errors = {c.contender: c.rel_err for c in cells if c.M == 4 and c.dtype == "f16" and c.us}
     assert errors.keys() == {"qdsl", "cublas_fp16"} and all(0 < e < 1e-3 for e in errors.values())
@@ -516,8 +519,8 @@ def test_other_groups_and_the_symmetric_scheme(capsys):
         group = scheme.params["group"]
         zero = 8 if scheme.name == "gptq_sym" else None
         given = w4a16.random_problem(256, 64, 1 if group == "k" else 256 // group, zero, 2, CPU)
-        ours = w4a16.Contender("qdsl", w4a16.F16, w4a16.prepare_qdsl(scheme), scheme)
-        found, absent = w4a16.measure([ours], given, (2,), "", w4a16.H200)
+        ours = beside.qdsl_with(scheme)
+        found, absent = beside.measure([ours], given, (2,), "", beside.H200)
         cells += found
         assert not absent and found[0].rel_err < 1e-3
     head, *rows = w4a16.granularity([replace(c, us=10.0) for c in cells], schemes)
@@ -531,12 +534,50 @@ def test_other_groups_and_the_symmetric_scheme(capsys):
     assert missed[1].endswith("missed") and not missed[2].endswith("missed")
 
 
+WIDE = sorted({name for name, _ in weight_only.SCHEMES})
+
+
+@pytest.mark.parametrize("name", WIDE)
+def test_every_scheme_of_weights_alone_has_its_numbers(name, capsys):
+    """The weight by the equation on tensors is the one that the layer multiplies by, and the one that peers are given."""
+    scheme = weight_only.chosen(name)[0]
+    given = weight_only.random_problem(scheme, 256, 64, 3, CPU)
+    found = [beside.qdsl_with(scheme), beside.dense_of(scheme, beside.qdsl_with(scheme).dtype)]
+    cells, absent = beside.measure(found, given, (3,), "", beside.H200)
+    assert not absent and all(c.rel_err < 4e-3 for c in cells)
+    patterns = given.patterns(scheme)
+    assert np.array_equal(reference.decode_weight(scheme, patterns, 64, 256), given.weight.numpy())
+    if given.stored is not None:
+        assert torch.equal(given.stored.weight, given.weight)
+    assert (given.stored is None) == (name in ("nf4", "bnb_fp4", "q4_1", "gptq_actorder", "gptq_sym_actorder"))
+
+
+def test_all_shipped_schemes_of_weights_alone_are_measured():
+    assert set(WIDE) == {name for name in qdsl.shipped() if not qdsl.load(name).activations}
+
+
+def test_goals_of_weights_alone(tmp_path, monkeypatch):
+    def cell(scheme, m, us, contender="qdsl", floor=8.0):
+        return replace(CELL, scheme=scheme, dtype="f16", M=m, us=us, contender=contender, floor_us=floor)
+
+    cells = [cell("awq4", 1, 10.0), cell("wide", 1, 24.0, floor=16.0), cell("wide", 1, 28.0, "humming_fp16", 16.0),
+             cell("awq4", 256, 40.0), cell("wide", 256, 41.0), cell("wide", 256, 42.0, "marlin_fp16"),
+             cell("wide", 256, 40.5, "cublas_fp16"), cell("awq4", 64, 9.0)]  # fmt: skip
+    found = {(row.cell.scheme, row.cell.M): row for row in goals.besides(Results(META, tuple(cells)))}
+    assert found["awq4", 1].goal == pytest.approx(1.15 * 10 + 1.5) and found["awq4", 64].goal is None
+    assert found["wide", 1].goal == pytest.approx(0.85 * 28) and found["wide", 1].word == "missed"
+    assert found["wide", 256].goal == 40.5 and str(found["wide", 256]) == "**41.0** (42.0 marlin, 40.5 cublas)"
+    assert "**1 of 3 goals met**, 1 of 2 of those for few tokens" in goals.weight_only_table(
+        Results(META, tuple(cells))
+    )
+
+
 def test_a_wrong_contender_is_no_contender(capsys):
     scheme = qdsl.load("awq4")
     given = w4a16.random_problem(128, 64, 1, None, 2, CPU)
-    wrong = w4a16.Contender("qdsl", w4a16.F16, lambda q, s, z, d: lambda x, i: x.new_zeros(len(x), 64), scheme)
-    cells, absent = w4a16.measure([wrong], given, (1, 2), "", w4a16.H200)
-    assert [c.us for c in cells] == [None, None] and "from M = 1 on: Error: wrong output" in absent["qdsl_fp16"]
+    wrong = beside.Contender("qdsl", beside.F16, lambda given, d: lambda x, i: x.new_zeros(len(x), 64), scheme)
+    cells, absent = beside.measure([wrong], given, (1, 2), "", beside.H200)
+    assert [c.us for c in cells] == [None, None] and "from M = 1 on: wrong output" in absent["qdsl_fp16"]
 
 
 def test_cliffs():
@@ -548,26 +589,26 @@ def test_cliffs():
 
 def test_contenders_are_chosen_by_name():
     found = w4a16.contenders(lambda act: qdsl.load("awq4", act=act))
-    assert [c.label for c in w4a16.chosen(found, "qdsl,marlin_fp16")] == ["qdsl_fp16", "qdsl_bf16", "marlin_fp16"]
+    assert [c.label for c in beside.chosen(found, "qdsl,marlin_fp16")] == ["qdsl_fp16", "qdsl_bf16", "marlin_fp16"]
     with pytest.raises(Error, match="no contender 'marlim'; there are qdsl_fp16, "):
-        w4a16.chosen(found, "marlim")
+        beside.chosen(found, "marlim")
 
 
 def test_a_run_keeps_what_a_file_holds(tmp_path):
     scheme, file = qdsl.load("awq4"), tmp_path / "r.json"
-    ours = w4a16.Contender("qdsl", w4a16.F16, lambda q, s, z, d: lambda x, i: exact(x, q, s, z), scheme)
+    ours = beside.Contender("qdsl", beside.F16, lambda given, d: lambda x, i: exact(x, given.weight), scheme)
 
-    def exact(x, q, s, z):
-        return (x.double() @ peers.weight(q, s, z)).to(x.dtype)
+    def exact(x, weight):
+        return (x.double() @ weight.t()).to(x.dtype)
 
     for shape in ((128, 64), (256, 64)):
         args = w4a16.parsed(["--out", str(file), "--append", "--tokens", "1,2", "--commit", "cafe"])
-        run = w4a16.Run(args, CPU)
+        run = beside.Run(args, CPU)
         run.shape([ours], w4a16.random_problem(*shape, 1, None, 2, CPU), "")
         assert not run.failed
     assert [(c.K, c.M) for c in results.read(file).cells] == [(128, 1), (128, 2), (256, 1), (256, 2)]
     with pytest.raises(Error, match="commit was 'cafe' and is 'f00d'; write another file"):
-        w4a16.Run(w4a16.parsed(["--out", str(file), "--append", "--commit", "f00d"]), CPU)
+        beside.Run(w4a16.parsed(["--out", str(file), "--append", "--commit", "f00d"]), CPU)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

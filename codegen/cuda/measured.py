@@ -34,6 +34,6 @@ def _difference(a: Key, b: Key) -> tuple:
     return (
         a.compute != b.compute,
         kinds[0] != kinds[1],
-        (a.scale != b.scale) + (a.zero != b.zero),
+        (a.scale != b.scale) + (a.zero != b.zero) + (a.offset != b.offset) + (bool(a.entries) != bool(b.entries)),
         abs(groups[0] - groups[1]),
     )
