@@ -42,6 +42,7 @@ class MainLoop:
     offset: str | None = None  # the loaded offset's name
     subtract: bool = False  # it is taken off
     order: Order | None = None  # the order of the inputs, if not their own
+    parts: int = 1  # of the features, if the output has one for each of several
 
     @property
     def grouped(self) -> tuple[str, ...]:
@@ -62,8 +63,10 @@ class MainLoop:
         core = f"({self.code} - {zero})" if zero else f"table[{self.code}]" if self.table else self.code
         core += f" * {self.scale}" if self.scale else ""
         core += f" {'-' if self.subtract else '+'} {self.offset}" if self.offset else ""
-        groups = "one group along k" if self.group is None else f"groups of {self.group} along k"
-        return f"tensor cores: {core}, {groups}{f', {self.order}' if self.order else ''}"
+        about = ["one group along k" if self.group is None else f"groups of {self.group} along k"]
+        about += [str(self.order)] if self.order else []
+        about += [f"{self.parts} features of the weight for one of y"] if self.parts > 1 else []
+        return f"tensor cores: {core}, {', '.join(about)}"
 
 
 @dataclass(frozen=True)
@@ -97,7 +100,7 @@ class Plan:
             f"  main loop   {self.main_loop or 'portable'}",
             "  layouts",
         ]
-        lines += [f"    {b.tensor}{b.layout} ({b.dtype}{', ordered' if b.order else ''})" for b in self.buffers]
+        lines += [f"    {b}" for b in self.buffers]
         lines.append("  variants")
         lines += [f"    {variant}" for variant in self.variants]
         if len(self.variants) > 1:
@@ -147,9 +150,8 @@ def quantize_args(scheme: Scheme, tensor: Tensor) -> tuple[str, ...]:
 
 
 def _refuse_unsupported(scheme: Scheme, target: Target) -> None:
-    def refuse(what: str, span) -> None:
-        raise TargetError(str(error("not-generated", f"{what} can't be compiled yet", span,
-                                    "the reference and the layouts know it; kernels don't")))  # fmt: skip
+    def refuse(what: str, span, known: str = "the reference and the layouts know it; kernels don't") -> None:
+        raise TargetError(str(error("not-generated", f"{what} can't be compiled yet", span, known)))
 
     if scheme.experts:
         refuse("a stack of experts (index `e`)", scheme.code.span)
@@ -160,6 +162,7 @@ def _refuse_unsupported(scheme: Scheme, target: Target) -> None:
             refuse(
                 f"`{t.name}`, which has a value for every feature of the weight, in an output with a part of them,",
                 t.span,
+                "leave it out: nothing says which part it is for",
             )
     for activation in scheme.activations:
         if activation.transforms:
@@ -210,7 +213,10 @@ def _main_loop(scheme: Scheme, weight: Split, target: Target) -> MainLoop | None
     `f(code) * scale + offset`, where all but the code may be missing."""
     code = scheme.code
     operand = scheme.compute.operand
-    if operand.name not in target.fragments or scheme.activations or scheme.output.half:
+    if operand.name not in target.fragments or scheme.activations:
+        return None
+    _, parts = scheme.output.half or ("", 1)
+    if parts > 2:  # rows of a block of 16 that a lane has together are two
         return None
     if scheme.output.dtype != operand or code.dtype.bits > 8 or len(code.index) != 2:
         return None
@@ -238,7 +244,7 @@ def _main_loop(scheme: Scheme, weight: Split, target: Target) -> MainLoop | None
         order = Order(next(iter(named)), group, -(-group // 16) * 16)
         group = order.padded
     found = MainLoop(
-        code.name, scale or None, name or None, constant, group, table, offset[0] or None, offset[1], order
+        code.name, scale or None, name or None, constant, group, table, offset[0] or None, offset[1], order, parts
     )
     return None if _weight(scheme, found).problem else found
 
@@ -369,15 +375,18 @@ def _main_loop_variants(scheme: Scheme, target: Target, loop: MainLoop) -> tuple
 
 # ---- kernel layouts ----------------------------------------------------------------------------------------------
 def _buffer(t: Tensor, scheme: Scheme, target: Target, loop: MainLoop | None) -> Buffer:
-    order = loop.order if loop and t.name in (loop.code, *loop.grouped) else None
+    order, parts = None, 1
+    if loop and t.name in (loop.code, *loop.grouped):
+        order = loop.order
+        parts = loop.parts if t.name == loop.code or place_in(loop, t, scheme) is None else 1
     if loop and t.name in loop.grouped:
         layout = _grouped_layout(t, scheme, loop)
     else:
         layout = _layout(t, scheme, loop is not None or (target.kind == "cuda" and scheme.code.dtype.bits == 4))
     if t.dtype.bits <= 8:
-        return Buffer(t.name, f"uint{layout.word}", layout, order)
+        return Buffer(t.name, f"uint{layout.word}", layout, order, parts)
     native = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "i32": "int32", "idx": "int32"}
-    return Buffer(t.name, native[t.dtype.name], layout, order)
+    return Buffer(t.name, native[t.dtype.name], layout, order, parts)
 
 
 def _grouped_layout(t: Tensor, scheme: Scheme, loop: MainLoop) -> Layout:

@@ -28,12 +28,22 @@ class Buffer:
              formats of at most 8 bits are unsigned integers
     layout   from the tensor's logical bit patterns to those elements
     order    of the inputs, which the patterns are brought into before; None: their own
+    parts    of the features, which lie beside each other in blocks of 16 (`qdsl.order.interleaved`)
     """
 
     tensor: str
     dtype: str
     layout: Layout
     order: Order | None = None
+    parts: int = 1
+
+    def __str__(self) -> str:
+        about = [
+            self.dtype,
+            *(["ordered"] if self.order else []),
+            *(["parts beside each other"] if self.parts > 1 else []),
+        ]
+        return f"{self.tensor}{self.layout} ({', '.join(about)})"
 
 
 @dataclass(frozen=True)
@@ -147,7 +157,7 @@ def plain_params(scheme: Scheme) -> dict[str, int | str]:
 def buffer_from_json(data: Mapping) -> Buffer:
     """The buffer back from the object that `asdict` and JSON made of it."""
     order = Order(**data["order"]) if data["order"] else None
-    return Buffer(data["tensor"], data["dtype"], layout_from_json(data["layout"]), order)
+    return Buffer(data["tensor"], data["dtype"], layout_from_json(data["layout"]), order, data["parts"])
 
 
 def layout_from_json(data: Mapping) -> Layout:

@@ -65,6 +65,26 @@ class Order:
         return Runs(source, np.repeat(np.arange(len(runs)), runs))
 
 
+def interleaved(patterns: np.ndarray, parts: int) -> np.ndarray:
+    """Features in blocks of 16 rows, of which each part has as many: gate and up of a feature, say, are rows c and c + 8."""
+    if parts == 1:
+        return patterns
+    rows = 16 // parts
+    split = patterns.reshape(parts, -1, *patterns.shape[1:])
+    padded = np.pad(split, [(0, 0), (0, -split.shape[1] % rows), *[(0, 0)] * (patterns.ndim - 1)])
+    blocks = padded.reshape(parts, -1, rows, *patterns.shape[1:])
+    return np.moveaxis(blocks, 0, 1).reshape(-1, *patterns.shape[1:])
+
+
+def separated(patterns: np.ndarray, parts: int, features: int) -> np.ndarray:
+    """The inverse, for so many features of all parts together."""
+    if parts == 1:
+        return patterns
+    blocks = patterns.reshape(-1, parts, 16 // parts, *patterns.shape[1:])
+    split = np.moveaxis(blocks, 1, 0).reshape(parts, -1, *patterns.shape[1:])
+    return split[:, : features // parts].reshape(-1, *patterns.shape[1:])
+
+
 @dataclass(frozen=True)
 class Runs:
     """An order of k inputs.

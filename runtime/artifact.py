@@ -291,9 +291,10 @@ class Kernel:
         return (m.limits_of_one_order if self.batch_invariant else m.limits)(self.arch, n, k)
 
     def _chosen(self, shape: tuple[int, int]) -> tuple[list[int], list[tuple[_Call, ...]]]:
-        """The variants for a shape, as ascending limits of m and what to call up to each, and beyond the last."""
+        """The variants for a shape (of y's features and k), as ascending limits of m and what to call up to each, and beyond."""
         self.load()
-        limits = self.limits(*shape)
+        half, (width, k) = self.scheme.output.half, shape
+        limits = self.limits(width * half[1] if half else width, k)
         ends = [end for end, _ in limits if end is not None]
         self._by_shape[shape] = ends, [self._variants[name] for _, name in limits]
         return self._by_shape[shape]

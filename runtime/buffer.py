@@ -6,7 +6,6 @@ patterns, as declared --order of inputs--> patterns, as kernels see k --layout--
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ import torch
 from qdsl.dtype import DType
 from qdsl.layout import Layout, plain
 from qdsl.manifest import Buffer
-from qdsl.order import Inputs
+from qdsl.order import Inputs, interleaved, separated
 from qdsl.runtime import repack
 from qdsl.scheme import Scheme, Tensor
 
@@ -43,7 +42,7 @@ def unordered(declared: Tensor, like: Buffer) -> Buffer:
     """The same elements in declared order, each in a word of its own."""
     word = torch_type(like).itemsize * 8 if declared.dtype.bits > 8 else 8
     kind = like.dtype if declared.dtype.bits > 8 else "uint8"
-    return replace(like, dtype=kind, layout=plain(len(declared.index), declared.dtype.bits, word), order=None)
+    return Buffer(like.tensor, kind, plain(len(declared.index), declared.dtype.bits, word))
 
 
 def inputs_of(scheme: Scheme, given: Mapping[str, tuple[Buffer, torch.Tensor]], k: int) -> Inputs:
@@ -58,29 +57,35 @@ def inputs_of(scheme: Scheme, given: Mapping[str, tuple[Buffer, torch.Tensor]], 
 
 def stored_shape(buffer: Buffer, declared: Tensor, shape: tuple[int, ...], inputs: Inputs) -> tuple[int, ...]:
     """Of the buffer of a tensor of a shape."""
-    shape = buffer.order.runs(inputs).shape(declared, shape) if buffer.order else shape
-    return tuple(buffer.layout.stored_shape(shape))
+    return tuple(buffer.layout.stored_shape(_kernel_shape(buffer, declared, shape, inputs)))
+
+
+def _kernel_shape(buffer: Buffer, declared: Tensor, shape: tuple[int, ...], inputs: Inputs) -> tuple[int, ...]:
+    """Of the patterns in the order of the buffer."""
+    if buffer.parts > 1:  # whole blocks of 16
+        rows = 16 // buffer.parts
+        shape = (-(-shape[0] // buffer.parts // rows) * 16, *shape[1:])
+    return buffer.order.runs(inputs).shape(declared, shape) if buffer.order else shape
 
 
 def packed(buffer: Buffer, declared: Tensor, patterns: np.ndarray, inputs: Inputs) -> torch.Tensor:
     """What the buffer holds for a tensor's bit patterns."""
     patterns = buffer.order.runs(inputs).ordered(declared, patterns) if buffer.order else patterns
-    return repack.tensor_of(buffer.layout.pack(patterns), torch_type(buffer))
+    return repack.tensor_of(buffer.layout.pack(interleaved(patterns, buffer.parts)), torch_type(buffer))
 
 
 def unpacked(
     buffer: Buffer, declared: Tensor, tensor: torch.Tensor, shape: tuple[int, ...], inputs: Inputs
 ) -> np.ndarray:
     """The inverse: bit patterns of the shape."""
-    if buffer.order is None:
-        return buffer.layout.unpack(repack.bits_of(tensor), shape)
-    runs = buffer.order.runs(inputs)
-    return runs.restored(declared, buffer.layout.unpack(repack.bits_of(tensor), runs.shape(declared, shape)))
+    found = buffer.layout.unpack(repack.bits_of(tensor), _kernel_shape(buffer, declared, shape, inputs))
+    found = separated(found, buffer.parts, shape[0]) if buffer.parts > 1 else found
+    return buffer.order.runs(inputs).restored(declared, found) if buffer.order else found
 
 
 def same_bits(held: Buffer, wanted: Buffer) -> bool:
     """Whether two buffers hold the same bits in the same places."""
-    if held.dtype != wanted.dtype or held.order != wanted.order:
+    if (held.dtype, held.order, held.parts) != (wanted.dtype, wanted.order, wanted.parts):
         return False
     return held.layout == wanted.layout or (_is_plain(held.layout) and _is_plain(wanted.layout))
 

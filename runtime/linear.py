@@ -446,7 +446,7 @@ class QuantLinear(nn.Module):
         held = self._held[name]
         if self._follows(self._wanted[name]):  # may be held in another type at the moment
             held = plain_buffer(self._wanted[name], self.kernel.buffers[name].dtype)
-        if held.order:  # of which not all is known yet
+        if held.order or held.parts > 1:  # not all that it takes is known yet
             held = unordered(self._wanted[name], held)
         return held, repack.tensor_of(held.layout.pack(patterns), torch_type(held))
 

@@ -97,6 +97,11 @@ def tune(
             scheme, artifact = qdsl.parse(m.text, m.scheme, **m.params), subject
         else:
             scheme, artifact = subject, find_artifact(subject, device)
+        if scheme.output.half:
+            raise Error(
+                f"{scheme.bound} makes one feature of several, and takes the tables of its weight; tune a scheme with that "
+                "weight and a plain output, and compile this one again"
+            )
         kernel = register(artifact, device, scheme)
         variants = artifact.manifest.variants[kernel.arch]
         kind = (kernel.arch, artifact.manifest.tables[kernel.arch].key, tuple((v.name, v.order) for v in variants))
@@ -209,11 +214,11 @@ class Trial:
             if block is None:
                 patterns[tensor.name] = unpacked(buffer, tensor, stored, self._shape(tensor, self.n), self.inputs)
                 continue
-            found = []
+            cut = []
             for start, end in parts:
                 rows, shape = stored[start // block : -(-end // block)], self._shape(tensor, end - start)
-                found.append(unpacked(buffer, tensor, rows, shape, self.inputs))
-            patterns[tensor.name] = np.concatenate(found)
+                cut.append(unpacked(buffer, tensor, rows, shape, self.inputs))
+            patterns[tensor.name] = np.concatenate(cut)
         return np.concatenate([np.arange(start, end) for start, end in parts]), patterns
 
     def _tensors(self) -> list[Tensor]:

@@ -24,9 +24,10 @@ from qdsl.codegen.target import target
 from qdsl.dtype import dtype
 from qdsl.order import Inputs
 from qdsl.runtime import repack
-from qdsl.runtime.buffer import packed
+from qdsl.runtime.buffer import packed, unpacked
 
 sys.path.insert(0, str(Path(__file__).parent))
+TEST_SCHEMES = Path(__file__).parent / "schemes"
 
 from emulation.emulate import library, rewritten
 
@@ -67,8 +68,8 @@ WEIGHTS = {
 }
 
 
-def plain(acc, m, n, buffers):
-    return acc
+def plain(sums, m, features, buffers):
+    return sums[0]
 
 
 class Case:
@@ -190,6 +191,30 @@ def test_teams_of_persistent_kernels_go_on_around_the_ring(tmp_path):
 
 
 @NEEDS
+def test_gate_and_up_through_every_way_to_store(tmp_path):
+    """Two rows of a fragment make one feature of y: the sums of a warp, of teams, of clusters, and of warpgroups."""
+    names = ("t8", "t16_split", "w32_narrow", "w64_tail", "w152", "w256_tail", "w128_split")
+    scheme, goal = qdsl.load(TEST_SCHEMES / "gate_up_channel.q"), target("cuda", "sm_90a")
+    planned = plan(scheme, goal)
+    functions = {name: f for name, f in main_loop.lower(planned).items() if name.removeprefix("linear_") in names}
+    module = library(host.emit(functions, goal, goal.dependent_launch), tmp_path)
+    assert len(functions) == len(names)
+    for m, n, k in ((3, 72, 200), (20, 52, 136), (70, 400, 136)):
+        patterns = reference.random_patterns(scheme, np.random.default_rng(0), n, k)
+        step, given = planned.variants[0].steps[-1], []
+        for arg in step.args[1:-1]:
+            buffer, declared = planned.buffer(arg), scheme.tensor(arg)
+            given.append(packed(buffer, declared, patterns[arg], Inputs(k)))
+            assert np.array_equal(unpacked(buffer, declared, given[-1], patterns[arg].shape, Inputs(k)), patterns[arg])
+        x = torch.from_numpy(np.random.default_rng(1).standard_normal((m, k))).half()
+        expected = reference.linear(scheme, x.double().numpy(), patterns, n, offset=planned.offset)
+        for name in functions:
+            y = torch.full((m, n // 2), float("nan"), dtype=torch.float16)
+            module[name](x, *given, y)
+            assert (np.abs(y.double().numpy() - expected.y) <= expected.bound).all(), (name, m)
+
+
+@NEEDS
 def test_the_emulation_sees_what_is_wrong(tmp_path):
     """A code, a scale and a number of x that are another make an error; so does an instruction that it does not know."""
     case, weight = Case(WEIGHTS["u4"], 3, 72, 200), WEIGHTS["u4"]
@@ -216,7 +241,7 @@ SCHEMES = [
     ("hqq", {"bits": 2}), ("mxfp4", {}), ("mxfp8", {"act": "f16"}), ("nvfp4a16", {}), ("nf4", {}), ("q8_0", {}), ("w8a16", {}),
     ("fp8a16_channel", {"fmt": "e5m2"}), ("gptq_actorder", {"group": 32}), ("gptq_actorder", {"bits": 3, "group": 24}),
     ("gptq_sym_actorder", {"bits": 8}), ("gptq", {"group": 20}), ("q4_1", {}), ("w8a16_asym", {}), ("fp8a16_block", {"block": 48}),
-    ("w8a16_asym", {"zero_type": "f32", "group": 40}),
+    ("w8a16_asym", {"zero_type": "f32", "group": 40}), ("fresh.q", {}), ("gate_up.q", {}), ("gate_up_channel.q", {}), ("gate_up_actorder.q", {}),
 ]  # fmt: skip
 
 
@@ -226,7 +251,7 @@ SCHEMES = [
 )
 def test_schemes_from_their_equation_to_their_numbers(name, params, tmp_path):
     """The planner's layouts and epilogue with kernels of sm_80, within the bound of the reference."""
-    scheme, goal = qdsl.load(name, **params), target("cuda", "sm_80")
+    scheme, goal = qdsl.load(TEST_SCHEMES / name if name.endswith(".q") else name, **params), target("cuda", "sm_80")
     planned, (m, n, k) = plan(scheme, goal), SHAPES[0]
     order = planned.main_loop.order
     functions = {
@@ -239,7 +264,7 @@ def test_schemes_from_their_equation_to_their_numbers(name, params, tmp_path):
     given = [packed(planned.buffer(arg), scheme.tensor(arg), patterns[arg], inputs) for arg in step.args[1:-1]]
     kind = repack.torch_dtype(scheme.output.dtype)
     x = torch.from_numpy(np.random.default_rng(1).standard_normal((m, k))).to(kind)
-    y = torch.full((m, n), float("nan"), dtype=kind)
+    y = torch.full((m, n // (scheme.output.half or ("", 1))[1]), float("nan"), dtype=kind)
     expected = reference.linear(scheme, x.double().numpy(), patterns, n, offset=planned.offset)
     if order:
         source = torch.from_numpy(order.runs(inputs).source)

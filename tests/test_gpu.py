@@ -34,6 +34,12 @@ USED = [
     ("w8a8_dynamic", {"act": "bf16"}),
     ("fp8_block", {"act": "bf16"}),
     ("nvfp4", {"act": "bf16"}),
+    ("q4_1", {"act": "f16"}),
+    ("fp8a16_block", {"act": "bf16"}),
+    *(
+        (str(Path(__file__).parent / "schemes" / f"{name}.q"), {"act": "bf16"})
+        for name in ("fresh", "gate_up_channel", "gate_up_actorder")
+    ),
 ]
 TYPES = {"f16": HALF, "bf16": BF16, "f32": torch.float32}
 MANY = [1, 2, 3, 4, 5, 7, 8, 9, 15, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 255, 257, 513]
@@ -62,7 +68,7 @@ def check(layer, patterns, x, y):
 
 
 @pytest.mark.parametrize(
-    ("scheme", "params"), USED, ids=lambda v: v if isinstance(v, str) else "-".join(map(str, v.values()))
+    ("scheme", "params"), USED, ids=lambda v: Path(v).stem if isinstance(v, str) else "-".join(map(str, v.values()))
 )
 def test_any_number_of_rows(scheme, params):
     layer, patterns = filled(scheme, **params)
@@ -355,7 +361,7 @@ def prebuild(directory: Path, archs: list[str]) -> None:
     """Compile what this file uses, for CUDA and for the CPU it compares with."""
     for scheme, params in (*USED, ("w8a16", {})):  # the last for test_gpu_sizes.py
         loaded = qdsl.load(scheme, **params)
-        name = "-".join(map(str, [scheme, *params.values()]))
+        name = "-".join(map(str, [Path(scheme).stem, *params.values()]))
         qdsl.compile(loaded, "cuda", archs, out=directory / f"{name}-cuda")
     for params in ({"act": "f16"}, {"act": "f32"}):
         qdsl.compile(qdsl.load("awq4", **params), "cpu", out=directory / f"awq4-{params['act']}-cpu")

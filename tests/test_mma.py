@@ -149,9 +149,9 @@ def test_epilogue_reads_extra_buffers():
     extent = tirx.Var("B", "int64")
     extra = [("s", lambda m, n, k: (n,), "float32"), ("b", lambda m, n, k: (extent,), "float16")]
 
-    def epilogue(acc, m, n, buffers):
-        bias = T.if_then_else(extent > 0, T.cast(buffers["b"][n], "float32"), T.float32(0))
-        return acc * buffers["s"][n] + bias
+    def epilogue(sums, m, features, buffers):
+        bias = T.if_then_else(extent > 0, T.cast(buffers["b"][features[0]], "float32"), T.float32(0))
+        return sums[0] * buffers["s"][features[0]] + bias
 
     weight = Weight("bfloat16", 8, None, None, None)
     function = mma.lower("linear", weight, TILES["m8"], extra, epilogue, "float32")

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import qdsl
 from qdsl.choice import Key, Row, Table
@@ -13,6 +15,7 @@ from qdsl.codegen.target import default_archs, target
 from qdsl.diagnostic import TargetError
 from qdsl.dtype import dtype
 from qdsl.expr import Ref
+from qdsl.order import Inputs, Order, interleaved, separated
 from qdsl.split import split
 
 KEY = Key("f16", "f16", "u4", 128)
@@ -77,6 +80,41 @@ def test_what_the_main_loop_does_not_know_is_portable(name, params):
 def test_every_scheme_of_weights_alone_is_for_tensor_cores(name):
     for arch in ("sm_80", "sm_90a"):
         assert plan(qdsl.load(name), target("cuda", arch)).main_loop, name
+
+
+def test_a_fresh_scheme_is_for_tensor_cores():
+    """Nothing under codegen/ knows it; `test_emulated_kernels` and `test_gpu` have its numbers."""
+    loop = plan(qdsl.load(TEST_SCHEMES / "fresh.q"), SM80).main_loop
+    assert str(loop) == "tensor cores: table[q] * s + o, groups of 48 along k" and len(loop.table) == 32
+
+
+def test_parts_of_features_lie_beside_each_other():
+    planned = plan(qdsl.load(TEST_SCHEMES / "gate_up_channel.q"), SM80)
+    assert planned.main_loop.parts == 2 and [planned.buffer(name).parts for name in "qszt"] == [2, 2, 2, 1]
+    patterns = np.arange(44 * 3).reshape(44, 3)
+    rows = interleaved(patterns, 2)
+    assert rows.shape == (48, 3) and rows[[0, 8, 16, 24, 37, 45], 0].tolist() == [0, 66, 24, 90, 63, 129]
+    assert not rows[38:40].any() and not rows[46:].any() and np.array_equal(separated(rows, 2, 44), patterns)
+
+
+@pytest.mark.parametrize(("size", "padded"), [(16, 16), (24, 32), (128, 128)])
+@given(data=st.data())
+def test_inputs_in_the_order_of_their_groups(size, padded, data):
+    """Whatever the groups are: each input once, runs of one group, nothing lost."""
+    k = data.draw(st.integers(1, 300))
+    count = -(-k // size)
+    of = np.array(data.draw(st.lists(st.integers(0, count - 1), min_size=k, max_size=k)))
+    order, q, s = Order("g", size, padded), *(qdsl.load("gptq_actorder").tensor(name) for name in "qs")
+    runs = order.runs(Inputs(k, {"g": of}))
+    there = runs.source >= 0
+    assert sorted(runs.source[there]) == list(range(k)) and len(runs.source) == padded * len(runs.group)
+    assert (of[runs.source[there]] == np.repeat(runs.group, padded)[there]).all()
+    assert set(runs.group) == set(range(count)) and there.reshape(-1, padded).sum(1).max() <= size
+    codes, scales = np.arange(2 * k).reshape(2, k), np.arange(2 * count).reshape(2, count)
+    for tensor, patterns in ((q, codes), (s, scales)):
+        ordered = runs.ordered(tensor, patterns)
+        assert ordered.shape == runs.shape(tensor, patterns.shape)
+        assert np.array_equal(runs.restored(tensor, ordered), patterns)
 
 
 def test_a_zero_point_beyond_the_codes_makes_a_table():

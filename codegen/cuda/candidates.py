@@ -22,7 +22,7 @@ from qdsl.codegen.target import Target
 class Candidate:
     """One kernel.
 
-    lower       (function's name, extra buffers, epilogue) -> the kernel
+    lower       (function's name, extra buffers, epilogue, parts of the features) -> the kernel
     work        its tile, as the model of times knows it
     order       names the order in which a row's products are summed (`Stage.order`); None: it changes with m
     k_multiple  what k must be a multiple of
@@ -48,8 +48,9 @@ def candidates(target: Target, weight: Weight) -> tuple[Candidate, ...]:
 
 
 def _mma(target: Target, weight: Weight, tile: Tile, shared: int) -> Candidate | None:
-    def lower(name: str, extra, epilogue) -> tirx.PrimFunc:
-        return mma.lower(name, weight, tile, extra, epilogue, overlapped=target.dependent_launch, shared=shared)
+    def lower(name: str, extra, epilogue, parts: int = 1) -> tirx.PrimFunc:
+        overlapped = target.dependent_launch
+        return mma.lower(name, weight, tile, extra, epilogue, overlapped=overlapped, shared=shared, parts=parts)
 
     small = stage.fitted(weight, tile, shared)
     if small is None:
@@ -73,8 +74,8 @@ def _mma(target: Target, weight: Weight, tile: Tile, shared: int) -> Candidate |
 
 
 def _hopper(weight: Weight, tile: warp.WarpTile | wgmma.WarpgroupTile) -> Candidate | None:
-    def lower(name: str, extra, epilogue) -> tirx.PrimFunc:
-        return hopper.lower(name, weight, tile, extra, epilogue)
+    def lower(name: str, extra, epilogue, parts: int = 1) -> tirx.PrimFunc:
+        return hopper.lower(name, weight, tile, extra, epilogue, parts)
 
     small, few = hopper.fitted(weight, tile), isinstance(tile, warp.WarpTile)
     if small is None:

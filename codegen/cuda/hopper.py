@@ -43,22 +43,26 @@ def lower(
     weight: Weight,
     tile: Cut,
     extra: Sequence[mma.Extra] = (),
-    epilogue: Epilogue = lambda acc, m, n, buffers: acc,
+    epilogue: Epilogue = lambda sums, m, n, buffers: sums[0],
+    parts: int = 1,
 ) -> tirx.PrimFunc:
-    """The kernel (x, q, [s], [z], *extra, y) for k a multiple of 8; x and y have the type `weight.compute`."""
+    """The kernel (x, q, [s], [z], [o], *extra, y) for k a multiple of 8; x and y have the type `weight.compute`.
+
+    parts  of the weight's features, of which each of y has one of each
+    """
     small = fitted(weight, tile)
     assert small is not None, f"{tile}: needs {pool_bytes(weight, tile)} bytes of shared memory"
     tile = small
     with IRBuilder() as builder, T.prim_func(False, False, False):
         T.func_name(name)
         T.func_attr({"global_symbol": name, "tirx.noalias": True})
-        own, others = mma.declare(weight, tile, extra, weight.compute)
+        own, others = mma.declare(weight, parts, extra, weight.compute)
         maps, sms = ring.tensor_maps(own, weight, tile), tirx.Var("sms", "int32")
         if tile.persistent:
             T.Bind(tirx.call_extern("int32", MULTIPROCESSORS), var=sms)
         T.device_entry()
         with T.attr({"tirx.launch_bounds_min_blocks_per_sm": tile.resident}):
-            k, ctas = _enter(weight, tile, own, sms)
+            k, ctas = _enter(weight, tile, own, sms, parts)
             stages = Ring(k, _barriers(weight, tile))
             with when(k.thread == tile.consumers):
                 ring.fetch(maps)
@@ -113,22 +117,22 @@ def _store(k: Kernel, acc, summed, epilogue: Epilogue, buffers, y):
             alone()
 
 
-def _enter(weight, tile, buffers, sms):
+def _enter(weight, tile, buffers, sms, parts: int):
     """The launch grid and the names in scope on the device; (CTA's index, all CTAs)."""
     M, N = buffers["y"].shape
     size = tile.cluster
-    parts = T.cast(ceildiv(M, tile.tokens), "int32") * T.cast(ceildiv(N, tile.features), "int32")
-    clusters = parts
+    count = T.cast(ceildiv(M, tile.tokens), "int32") * T.cast(ceildiv(N, tile.features // parts), "int32")
+    clusters = count
     if tile.persistent:
         clusters = tirx.truncdiv(sms, size)
         if not tile.tail:
-            clusters = tirx.min(parts, clusters)
+            clusters = tirx.min(count, clusters)
     cta = T.cta_id([clusters * size])
     rank = T.cta_id_in_cluster([size]) if size > 1 else T.int32(0)
     thread = T.thread_id([tile.threads])
     pool = T.alloc_buffer((pool_bytes(weight, tile),), "uint8", scope="shared.dyn")
     k = Kernel.of(weight, tile, buffers, thread=thread, pool=pool, rank=rank if tile.cluster > 1 else None,
-                  partials=_partials(weight, tile), table_start=_table(weight, tile))  # fmt: skip
+                  partials=_partials(weight, tile), table_start=_table(weight, tile), parts=parts)  # fmt: skip
     return k, (cta, clusters * size)
 
 
@@ -141,7 +145,7 @@ class _Parts:
     def __init__(self, k: Kernel, ctas):
         self.k, (self.cta, self.ctas) = k, ctas
         tile = k.tile
-        self.rows, self.columns = (k.M + (tile.tokens - 1)) // tile.tokens, (k.N + (tile.features - 1)) // tile.features
+        self.rows, self.columns = (k.M + (tile.tokens - 1)) // tile.tokens, (k.N + (k.outputs - 1)) // k.outputs
         self.only = None if tile.persistent else self._part(tirx.truncdiv(self.cta, tile.split))
 
     @contextmanager

@@ -10,6 +10,7 @@ import tvm
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from qdsl.codegen.cuda.builder import wide
 from qdsl.codegen.cuda.decode import store_table
 from qdsl.codegen.cuda.weight import Weight
 
@@ -31,7 +32,7 @@ class Kernel(Generic[Cut]):
     q: tirx.Buffer
     grouped: Mapping[str, tirx.Buffer]  # scale and zero by role
     M: tirx.Expr
-    N: tirx.Expr
+    N: tirx.Expr  # features of y
     K: tirx.Expr
     thread: tirx.Expr
     pool: tirx.Buffer
@@ -42,6 +43,7 @@ class Kernel(Generic[Cut]):
     rank: tirx.Expr | None = None  # of the CTA in its cluster; None: it is alone
     partials: int = 0  # where partial sums are in shared memory, in bytes
     table_start: int = 0  # and the weight's table
+    parts: int = 1  # of the weight's features: 2 have their rows of a block of 16 in c and c + 8
     halved: tirx.Expr | None = None  # whether the CTAs of the cluster share k in this part; None: as the tile says
 
     @classmethod
@@ -71,8 +73,22 @@ class Kernel(Generic[Cut]):
         return tuple((self.rank + i) * slices // count * size for i in range(2))
 
     @property
+    def block_outputs(self) -> int:
+        """Features of y of a block of 16 features of the weight."""
+        return 16 // self.parts
+
+    def features(self, n) -> list:
+        """The weight's feature of each part for feature n of y."""
+        return [wide(n) + wide(self.N) * part if part else wide(n) for part in range(self.parts)]
+
+    @property
+    def outputs(self) -> int:
+        """Features of y of a CTA."""
+        return self.tile.features // self.parts
+
+    @property
     def o_tiles(self):
-        return (self.N + 15) >> 4
+        return (self.N + (self.block_outputs - 1)) >> (self.block_outputs.bit_length() - 1)
 
     @property
     def team(self):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from tvm import tirx
 
 from qdsl.codegen.cuda import inputs, mma
@@ -11,7 +13,7 @@ from qdsl.codegen.function import Parameters, buffer_shape
 from qdsl.codegen.plan import MainLoop, Plan, place_in
 from qdsl.codegen.tir import as_float, storage, translate
 from qdsl.dtype import dtype
-from qdsl.expr import Ref
+from qdsl.expr import Item, Ref
 from qdsl.scheme import Scheme
 
 
@@ -23,7 +25,8 @@ def lower(plan: Plan) -> dict[str, tirx.PrimFunc]:
     extra = tuple(_extra(plan, name) for name in rest if name not in given)
     weight = weight_of(plan.scheme, loop)
     kernels = {
-        f"linear_{c.name}": c.lower(f"linear_{c.name}", extra, _epilogue(plan)) for c in candidates(plan.target, weight)
+        f"linear_{c.name}": c.lower(f"linear_{c.name}", extra, _epilogue(plan), loop.parts)
+        for c in candidates(plan.target, weight)
     }
     return (
         {"order_inputs": inputs.lower("order_inputs", weight.compute, plan.target), **kernels}
@@ -53,25 +56,31 @@ def weight_of(scheme: Scheme, loop: MainLoop) -> Weight:
 
 def _extra(plan: Plan, name: str) -> mma.Extra:
     """A tensor that only the epilogue reads: (name, shape of M, N, K, dtype)."""
-    tensor = plan.scheme.tensor(name)
+    tensor, parts = plan.scheme.tensor(name), plan.main_loop.parts
 
     def shape(m: tirx.Expr, n: tirx.Expr, k: tirx.Expr) -> tuple:
+        n = n * parts if parts > 1 else n
         return buffer_shape(Parameters(plan, {"m": m, "n": n, "k": k}, {}), tensor)[0]
 
     return name, shape, plan.buffer(name).dtype
 
 
 def _epilogue(plan: Plan) -> mma.Epilogue:
-    def epilogue(acc: tirx.Expr, m: tirx.Expr, n: tirx.Expr, buffers) -> tirx.Expr:
+    def epilogue(sums: Sequence[tirx.Expr], m: tirx.Expr, features: Sequence[tirx.Expr], buffers) -> tirx.Expr:
+        n = features[0]
         own = Parameters(plan, {"m": m, "n": n, "k": n}, dict(buffers))  # sizes only matter to layouts with open ends
-        at = {"m": m, "n": n}
+
+        def total(part: int) -> tirx.Expr:
+            if plan.weight.epilogue is None:
+                return sums[part]
+            at = {"m": m, "n": features[part]}
+            return sums[part] * as_float(translate(plan.weight.epilogue, lambda e: own.element(e.name, at)))
 
         def look(e) -> tirx.Expr:
-            return total if e == Ref("acc") else own.element(e.name, at)
+            if isinstance(e, Item):  # acc[r = 0]
+                return total(e.args[0].value)
+            return total(0) if e == Ref("acc") else own.element(e.name, {"m": m, "n": n})
 
-        total = acc
-        if plan.weight.epilogue is not None:
-            total = total * as_float(translate(plan.weight.epilogue, look))
         return as_float(translate(plan.scheme.output.value, look))
 
     return epilogue

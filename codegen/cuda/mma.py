@@ -78,15 +78,17 @@ def lower(
     weight: Weight,
     tile: Tile,
     extra: Sequence[Extra] = (),
-    epilogue: Epilogue = lambda acc, m, n, buffers: acc,
+    epilogue: Epilogue = lambda sums, m, n, buffers: sums[0],
     output: str | None = None,
     overlapped: bool = False,
     shared: int = SHARED,
+    parts: int = 1,
 ) -> tirx.PrimFunc:
     """The kernel (x, q, [s], [z], *extra, y); y has the type `output`, by default that of x.
 
     overlapped  it may be launched before its predecessor has ended (`overlap`)
     shared      bytes of shared memory that a CTA can have
+    parts       of the weight's features, of which each of y has one of each
     """
     small = fitted(weight, tile, shared)
     assert small is not None, f"{tile}: needs {pool_bytes(weight, tile)} bytes of shared memory"
@@ -94,10 +96,10 @@ def lower(
     with IRBuilder() as builder, T.prim_func(False, False, False):
         T.func_name(name)
         T.func_attr({"global_symbol": name, "tirx.noalias": True})
-        own, others = declare(weight, tile, extra, output or weight.compute)
+        own, others = declare(weight, parts, extra, output or weight.compute)
         T.device_entry()
         with T.attr({"tirx.launch_bounds_min_blocks_per_sm": tile.resident}):
-            k = _enter(weight, tile, own)
+            k = _enter(weight, tile, own, parts)
             if weight.table:
                 k.store_table()
                 T.evaluate(T.cuda.cta_sync())
@@ -108,21 +110,21 @@ def lower(
     return builder.get()
 
 
-def declare(weight, tile, extra, output):
-    """Parameters -> own buffers by role, extra buffers by name."""
+def declare(weight, parts, extra, output):
+    """Parameters -> own buffers by role, extra buffers by name. N is what y has."""
     M, N, K = (tirx.Var(v, "int64") for v in "MNK")
-    groups = ceildiv(K, weight.group) if weight.group else 1
+    groups, blocks = ceildiv(K, weight.group) if weight.group else 1, ceildiv(N, 16 // parts)
     shapes = {
         "x": ((M, K), weight.compute),
-        "q": ((ceildiv(N, 16), ceildiv(K, 64), *words_of(weight.code.bits)), "uint32"),
+        "q": ((blocks, ceildiv(K, 64), *words_of(weight.code.bits)), "uint32"),
     }
     for role, dtype in weight.grouped.items():
         tail, place = (8,) if dtype in NIBBLES else (8, 2), weight.place(role)
         dtype = "uint8" if BYTES.get(dtype, 1) == 1 else dtype
-        shapes[role] = ((ceildiv(N, 16), groups, *tail), dtype)
+        shapes[role] = ((blocks, groups, *tail), dtype)
         if place:
             shapes[role] = (
-                tuple(ceildiv(of, by) if by else 1 for of, by in ((N, place.features), (K, place.inputs))),
+                tuple(ceildiv(of, by) if by else 1 for of, by in ((N * parts, place.features), (K, place.inputs))),
                 dtype,
             )
     own = [(role[0] if role in weight.grouped else role, *shape) for role, shape in shapes.items()]
@@ -137,11 +139,11 @@ def declare(weight, tile, extra, output):
     return {**dict(zip(shapes, buffers)), "y": buffers[-1]}, named
 
 
-def _enter(weight, tile, buffers) -> Kernel:
+def _enter(weight, tile, buffers, parts: int) -> Kernel:
     """The launch grid and the names in scope on the device."""
     (M, K), N = buffers["x"].shape, buffers["y"].shape[1]
     # Tiles of tokens and features share grid x: y and z end at 65,535.
-    columns = T.cast(ceildiv(N, tile.features), "int32")
+    columns = T.cast(ceildiv(N, tile.features // parts), "int32")
     cta, rank = T.cta_id([T.cast(ceildiv(M, tile.tokens), "int32") * columns * tile.cluster]), None
     if tile.cluster > 1:
         rank = T.cta_id_in_cluster([tile.cluster])
@@ -169,6 +171,7 @@ def _enter(weight, tile, buffers) -> Kernel:
         pool=pool,
         rank=rank,
         table_start=table_start(weight, tile),
+        parts=parts,
     )
 
 

@@ -6,7 +6,7 @@ its part of y out of the others' shared memory.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
@@ -14,7 +14,8 @@ from tvm.tirx.script import builder as T
 from qdsl.codegen.cuda.builder import assign, ptx, when, wide
 from qdsl.codegen.cuda.kernel import Kernel
 
-Epilogue = Callable[[tirx.Expr, tirx.Expr, tirx.Expr, Mapping[str, tirx.Buffer]], tirx.Expr]
+# (a sum for each part of the weight's features, m, the weight's feature of each, extra buffers) -> y[m, the first feature]
+Epilogue = Callable[[Sequence[tirx.Expr], tirx.Expr, Sequence[tirx.Expr], Mapping[str, tirx.Buffer]], tirx.Expr]
 
 
 def store_partials(k: Kernel, acc, summed=None):
@@ -61,25 +62,27 @@ def reduce(k: Kernel, cluster: int, epilogue: Epilogue, buffers, y):
     cluster  CTAs that share k
     """
     tile, threads = k.tile, k.tile.consumers
-    partials, items = _partials(k), tile.tokens * tile.features // 4
+    partials, items = _partials(k), tile.tokens * k.outputs // 4
     if cluster == 1 or tile.teams > 1:
-        for token, feature, m, n in _items(k, T.int32(0), items, threads):
-            own = [partials.ptr_to([team, token, feature]) for team in range(tile.teams)]
-            total = _sum("ld.shared.v4.f32", own)
+        for token, features, m, n in _items(k, T.int32(0), items, threads):
+            totals = []
+            for feature in features:
+                own = [partials.ptr_to([team, token, feature]) for team in range(tile.teams)]
+                totals.append(_sum("ld.shared.v4.f32", own))
+                if cluster > 1:
+                    ptx("st.shared.v4.f32", own[0], *(totals[-1][j] for j in range(4)))
             if cluster == 1:
-                _store(k, epilogue, buffers, total, m, n, y)
-            else:
-                ptx("st.shared.v4.f32", own[0], *(total[j] for j in range(4)))
+                _store(k, epilogue, buffers, totals, m, n, y)
     if cluster == 1:
         return
     _cluster_sync()
     base, bases = T.cuda.cvta_generic_to_shared(partials.ptr_to([0, 0, 0])), T.alloc_local([cluster], "uint32")
     for rank in range(cluster):
         ptx("mapa.shared::cluster.u32", bases[rank], base, T.uint32(rank))
-    for token, feature, m, n in _items(k, k.rank * (items // cluster), items // cluster, threads):
-        at = T.cast((token * tile.partials[2] + feature) * 4, "uint32")
-        total = _sum("ld.shared::cluster.v4.f32", [bases[rank] + at for rank in range(cluster)])
-        _store(k, epilogue, buffers, total, m, n, y)
+    for token, features, m, n in _items(k, k.rank * (items // cluster), items // cluster, threads):
+        places = [T.cast((token * tile.partials[2] + feature) * 4, "uint32") for feature in features]
+        totals = [_sum("ld.shared::cluster.v4.f32", [bases[rank] + at for rank in range(cluster)]) for at in places]
+        _store(k, epilogue, buffers, totals, m, n, y)
     _cluster_sync()  # nobody leaves while its sums are read
 
 
@@ -91,15 +94,19 @@ def _cluster_sync():
 def _items(k: Kernel, first, count: int, threads: int):
     """Items first .. first + count of the CTA's part of y, four features each, dealt to the threads.
 
-    Yields (token, feature in the CTA, m, n) inside the loop, once, where they are inside of y.
+    Yields (token, the first of four features of the CTA in each part, m, n) inside the loop, once, where they are inside
+    of y.
     """
-    row = k.tile.features // 4
+    row, own = k.outputs // 4, k.block_outputs
     with T.serial(0, -(-count // threads)) as i:
         item = i * threads + k.thread
-        token, feature = (first + item) // row, (first + item) % row * 4
-        m, n = k.m0 + token, k.o0 * 16 + feature
+        token, output = (first + item) // row, (first + item) % row * 4
+        m, n = k.m0 + token, k.o0 * own + output
+        features = (
+            [output // own * 16 + output % own + own * part for part in range(k.parts)] if k.parts > 1 else [output]
+        )
         with when(tirx.all(item < count, k.stores(m), n < k.N)):
-            yield token, feature, m, n
+            yield token, features, m, n
 
 
 def _sum(load: str, addresses):
@@ -115,10 +122,10 @@ def _sum(load: str, addresses):
     return total
 
 
-def _store(k: Kernel, epilogue, buffers, total, m, n, y):
+def _store(k: Kernel, epilogue, buffers, totals, m, n, y):
     """y[m, n : n + 4], as one store where the rows of y are aligned for it."""
     dtype, words = str(y.dtype), 4 if str(y.dtype) == "float32" else 2
-    values = [epilogue(total[j], wide(m), wide(n + j), buffers) for j in range(4)]
+    values = [epilogue([total[j] for total in totals], wide(m), k.features(n + j), buffers) for j in range(4)]
     packed = T.alloc_local([words], "uint32")
     base = T.alloc_local([1], "uint64")
     ptx("cvta.to.global.u64", base[0], y.ptr_to([T.int64(0), T.int64(0)]))

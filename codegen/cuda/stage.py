@@ -267,8 +267,12 @@ class FillShared:
 
     def _value(self, feature, step):
         """The number of a feature in a step, both within the weight."""
-        k = self.k
-        row = tirx.min(feature, k.N - 1) // self.place.features if self.place.features else T.int32(0)
+        k, own = self.k, self.k.block_outputs
+        if k.parts > 1:  # which is of another part than its neighbours
+            feature = feature % 16 // own * k.N + tirx.min(feature // 16 * own + feature % own, k.N - 1)
+        else:
+            feature = tirx.min(feature, k.N - 1)
+        row = feature // self.place.features if self.place.features else T.int32(0)
         position = tirx.min(self.position[0] + step * self.stage.step, k.K - 1)
         return self.source[wide(row), wide(position // self.place.inputs if self.place.inputs else T.int32(0))]
 

@@ -36,7 +36,7 @@ def store_direct(k: Kernel, acc, epilogue, buffers, y):
     if not tile.persistent:
         ptx("bar.sync", T.uint32(15), T.uint32(tile.consumers))  # nobody reads the ring any more
     for f in range(tile.blocks):
-        n0 = (k.o0 + (group * tile.blocks + f) * 4) * 16
+        n0 = (k.o0 + (group * tile.blocks + f) * 4) * k.block_outputs
         for token in range(0, tile.tokens, TOKENS):
             count = min(TOKENS, tile.tokens - token)
             with when(k.stores(k.m0 + token, count)):
@@ -50,34 +50,37 @@ def _stage_tokens(k: Kernel, acc, f: int, token: int, count: int, n0, place, epi
     """Tokens token .. token + count of block f, finished, to the staging.
 
     A warp holds matrices of 8 features x 8 tokens, neighbouring tokens in a register; stmatrix with .trans stores them
-    as rows of 8 features. Lane l names row l % 8 of matrix l // 8: token tile l // 16, features 8 (l // 8 % 2) on.
+    as rows of 8 features. Lane l names row l % 8 of matrix l // 8: token tile l // 16, features 8 (l // 8 % 2) on; where
+    the two parts of features make one matrix, token tile l // 8.
     """
-    lane, warp, half = k.lane, k.thread // 32 % 4, k.weight.half.ptx
-    pairs = T.alloc_local([4], "uint32")
+    lane, warp, half, own = k.lane, k.thread // 32 % 4, k.weight.half.ptx, k.block_outputs
+    pairs, across = T.alloc_local([4], "uint32"), own // 8
     for i in range(count // 8):
-        for h in range(2):
+        for h in range(across):
             values = []
             for p in range(2):
-                value = acc[f * (k.tile.tokens // 2) + (token // 8 + i) * 4 + 2 * h + p]
+                first = f * (k.tile.tokens // 2) + (token // 8 + i) * 4 + 2 * h + p
                 m = tirx.min(k.m0 + token + 8 * i + lane % 4 * 2 + p, k.M - 1)
-                n = tirx.min(n0 + warp * 16 + lane // 4 + 8 * h, k.N - 1)
-                values.append(epilogue(value, wide(m), wide(n), buffers))
-            ptx(f"cvt.rn.{half}x2.f32", pairs[2 * i + h], values[1], values[0])
-    matrices = 2 * (count // 8)
-    row = (lane // 16 * 8 if matrices == 4 else 0) + lane % 8
-    address = place(row * (PITCH // 2) + warp * 16 + lane // 8 % 2 * 8)
+                n = tirx.min(n0 + warp * own + lane // 4 + 8 * h, k.N - 1)
+                sums = [acc[first + 2 * part] for part in range(k.parts)]
+                values.append(epilogue(sums, wide(m), k.features(n), buffers))
+            ptx(f"cvt.rn.{half}x2.f32", pairs[across * i + h], values[1], values[0])
+    matrices = across * (count // 8)
+    tile = lane // (8 * across) if matrices > across else 0
+    address = place((tile * 8 + lane % 8) * (PITCH // 2) + warp * own + (lane // 8 % 2 * 8 if across > 1 else 0))
     ptx(f"stmatrix.sync.aligned.m8n8.x{matrices}.trans.shared.b16", address, *(pairs[r] for r in range(matrices)))
 
 
 def _store_rows(k: Kernel, staging, own, m0, n0, tokens: int, y):
-    """Staged tokens to y[m0 .., n0 .. n0 + 64], in pieces of eight features."""
+    """Staged tokens to y[m0 .., n0 .. n0 + 64 or 32], in pieces of eight features."""
+    pieces = 8 // k.parts
     words, base = T.alloc_local([4], "uint32"), T.alloc_local([1], "uint64")
     ptx("cvta.to.global.u64", base[0], y.ptr_to([T.int64(0), T.int64(0)]))
     aligned = tirx.all(k.N % 8 == 0, base[0] % T.uint64(16) == T.uint64(0))
-    for i in range(-(-tokens * 8 // 128)):
+    for i in range(-(-tokens * pieces // 128)):
         piece = i * 128 + k.thread % 128
-        row, n = piece // 8, n0 + piece % 8 * 8
-        m, at = m0 + row, own + row * (PITCH // 2) + piece % 8 * 8
+        row, n = piece // pieces, n0 + piece % pieces * 8
+        m, at = m0 + row, own + row * (PITCH // 2) + piece % pieces * 8
         with when(tirx.all(row < tokens, k.stores(m), n < k.N)), T.If(aligned):
             with T.Then():
                 ptx("ld.shared.v4.b32", *(words[r] for r in range(4)), staging.ptr_to([at]))
