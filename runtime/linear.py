@@ -210,7 +210,7 @@ class QuantLinear(nn.Module):
         names = []
         for name in kernel.names:
             if name == SOURCE:
-                names.append("_source")
+                names.append("_x_source")
                 fresh = self._source(kernel.artifact.manifest.order)
             else:
                 buffer, declared = kernel.buffers[name], kernel.scheme.tensor(name)

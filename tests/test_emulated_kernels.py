@@ -27,10 +27,10 @@ from qdsl.runtime import repack
 from qdsl.runtime.buffer import packed, unpacked
 
 sys.path.insert(0, str(Path(__file__).parent))
-TEST_SCHEMES = Path(__file__).parent / "schemes"
 
 from emulation.emulate import library, rewritten
 
+TEST_SCHEMES = Path(__file__).parent / "schemes"
 KINDS = {"float16": (torch.float16, 2.0**-11), "bfloat16": (torch.bfloat16, 2.0**-8)}
 NUMBERS = {"float16": "f16", "bfloat16": "bf16", "float32": "f32"}
 TABLE = tuple(np.linspace(-1, 1, 24).astype(np.float32).tolist())

@@ -68,7 +68,7 @@ def lower(
                 ring.fetch(maps)
             k.store_table()
             stages.initialize()
-            parts = _Parts(k, ctas)
+            walk = _Parts(k, ctas)
             overlap.wait()
             with T.If(k.thread >= tile.consumers):
                 with T.Then():
@@ -76,19 +76,19 @@ def lower(
                         ptx("setmaxnreg.dec.sync.aligned.u32", tile.registers[1])
                     with when(k.thread // 32 == tile.consumers // 32), when(T.cuda.elect_sync()):
                         cursor = Cursor(tile.stages, T.int32(0), 1)
-                        with parts.each() as part:
+                        with walk.each() as part:
                             ring.fill_boxes(part, stages, maps, cursor, *_stages_of(part))
                     if weight.grouped:
                         warp = k.thread // 32 - (tile.consumers // 32 + 1)
                         with when(tirx.all(warp >= 0, warp < tile.fill_warps)):
                             cursor = Cursor(tile.stages, warp, 1)
-                            with parts.each() as part:
+                            with walk.each() as part:
                                 ring.fill_groups(part, stages, cursor, warp, *_stages_of(part))
                 with T.Else():
                     if tile.registers:
                         ptx("setmaxnreg.inc.sync.aligned.u32", tile.registers[0])
                     consumer = tile.consumer(k, stages)
-                    with parts.each() as part:
+                    with walk.each() as part:
                         summed = consumer.multiply(*_stages_of(part))
                         _store(part, consumer.acc, summed, epilogue, others, own["y"])
     return builder.get()

@@ -13,7 +13,7 @@ from qdsl.codegen.function import Parameters, buffer_shape
 from qdsl.codegen.plan import MainLoop, Plan, place_in
 from qdsl.codegen.tir import as_float, storage, translate
 from qdsl.dtype import dtype
-from qdsl.expr import Item, Ref
+from qdsl.expr import Half, Item, Ref
 from qdsl.scheme import Scheme
 
 
@@ -74,11 +74,17 @@ def _epilogue(plan: Plan) -> mma.Epilogue:
             if plan.weight.epilogue is None:
                 return sums[part]
             at = {"m": m, "n": features[part]}
-            return sums[part] * as_float(translate(plan.weight.epilogue, lambda e: own.element(e.name, at)))
+
+            def factor(e) -> tirx.Expr:
+                return own.element(e.name, at)
+
+            return sums[part] * as_float(translate(plan.weight.epilogue, factor))
 
         def look(e) -> tirx.Expr:
             if isinstance(e, Item):  # acc[r = 0]
-                return total(e.args[0].value)
+                (half,) = e.args
+                assert isinstance(half, Half)
+                return total(half.value)
             return total(0) if e == Ref("acc") else own.element(e.name, {"m": m, "n": n})
 
         return as_float(translate(plan.scheme.output.value, look))

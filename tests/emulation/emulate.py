@@ -150,12 +150,16 @@ def _cuda_headers() -> list[str]:
 
 def library(source: str, folder: Path):
     """The module of a generated file's functions, which take CPU tensors."""
-    ffi = Path(tvm_ffi.__file__).parent
-    path, found = folder / "kernels.cpp", folder / "kernels.so"
+    return tvm_ffi.load_module(str(built(source, folder / "kernels.so")))
+
+
+def built(source: str, found: Path) -> Path:
+    """The library of a generated file."""
+    ffi, path = Path(tvm_ffi.__file__).parent, found.with_suffix(".cpp")
     path.write_text(rewritten(source))
     command = ["g++", "-O0", "-w", "-std=c++20", "-shared", "-fPIC", "-fpermissive", f"-I{HERE}", *_cuda_headers(),
                f"-I{ffi / 'include'}", f"-L{ffi / 'lib'}", "-ltvm_ffi", str(path), "-o", str(found)]  # fmt: skip
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(done.stderr[:4000])
-    return tvm_ffi.load_module(str(found))
+    return found
