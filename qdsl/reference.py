@@ -273,7 +273,10 @@ def epilogue(scheme: Scheme, acc: np.ndarray, error: np.ndarray, patterns: Patte
 
     with np.errstate(invalid="ignore", over="ignore"):
         y = output(acc)
-        spread = np.maximum(np.abs(output(acc + error) - y), np.abs(output(acc - error) - y))
+        spread, parts = np.zeros_like(y), scheme.output.half[1] if scheme.output.half else 1
+        for signs in itertools.product((-1, 1), repeat=parts):  # the sums of gate and up are off on their own
+            moved = acc + (error.reshape(m, parts, -1) * np.array(signs)[:, None]).reshape(m, n)
+            spread = np.maximum(spread, np.abs(output(moved) - y))
         terms = output(np.abs(acc), _added(scheme.output.value), np.abs)  # what may have been cancelled on the way
         operations = 16 * F32.unit * (np.abs(y) + np.abs(terms))
         out = scheme.output.dtype
