@@ -299,12 +299,16 @@ def _added(e: Expr) -> Expr:
             return e
 
 
-def _roundings(operand: Operand, compute: DType, given: str) -> int:
+def _roundings(operand: Operand, compute: DType, given: str) -> float:
+    """How often a weight, or a number of x, rounds on its way to the multiplier."""
     found = split(operand, compute, given)
     assert isinstance(found, Split), "checked schemes split"
     if not compute.is_float or compute.bits < 16:
         return 0
-    return int(not found.exact or found.fold is not None or found.epilogue is not None)
+    if found.exact and found.fold is None and found.epilogue is None:
+        return 0
+    # A float zero point is taken off first. A scale of many bits may be the sum of two numbers that lack a few of them.
+    return 1.01 + (found.correction is not None)
 
 
 def _loses(given: DType, compute: DType) -> int:

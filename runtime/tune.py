@@ -115,7 +115,8 @@ def tune(
             source = f"measured on {device_name(device)}, "
             table = table_of(source + datetime.date.today().isoformat(), kind[1], times, variants)
             before = artifact.manifest.tables[kernel.arch]
-            stay = [row for row in before.rows if before.source.startswith(source) and (row.n, row.k) not in times]
+            own = before.source.startswith(source) and " with " not in before.source  # not those of similar kernels
+            stay = [row for row in before.rows if own and (row.n, row.k) not in times]
             known[kind] = replace(table, rows=(*stay, *table.rows))
             yield Tuned(artifact, kernel.arch, known[kind], times)
 

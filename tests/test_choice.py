@@ -29,6 +29,7 @@ from qdsl.codegen.cuda import measured
 from qdsl.codegen.cuda.candidates import candidates
 from qdsl.codegen.cuda.weight import Weight
 from qdsl.codegen.target import GPUS, target
+from qdsl.dtype import dtype
 from qdsl.manifest import Variant
 
 VARIANTS = (
@@ -258,9 +259,13 @@ def test_problems_are_named():
 
 # ---- the tables that ship ----------------------------------------------------------------------------------------
 def weight_of(key: Key) -> Weight:
-    """A weight of these kernels: constants and signs make no difference to speed."""
-    names = {None: None, "f16": "float16", "bf16": "bfloat16", "f32": "float32", "u4": "u4", "float": "float16"}
-    return Weight(names[key.compute], 0 if key.zero else 8, names[key.zero], names[key.scale], key.group)
+    """A weight whose kernels are of that key."""
+    names = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "float": "float16"}
+    scale, zero, offset = (names.get(kind, kind) for kind in (key.scale, key.zero, key.offset))
+    code = dtype(key.code)
+    plain = key.zero or key.entries or key.code != "u4"
+    table = tuple(float(i) for i in range(key.entries))
+    return Weight(names[key.compute], 0 if plain else 8, zero, scale, key.group, code, table, offset)
 
 
 @pytest.mark.parametrize("arch", [arch for arch in GPUS if measured.tables(arch)])
@@ -276,7 +281,7 @@ def test_measured_tables_name_variants_that_exist(arch):
 def test_kernels_without_a_table_take_that_of_the_most_similar():
     exact = Key("f16", "f16", "u4", 128)
     assert measured.table("sm_90a", exact).key == exact
-    similar = measured.table("sm_90a", Key("f16", "f16", "float", 128))
-    assert similar.key == Key("f16", "f16", "float", 128)
+    similar = measured.table("sm_90a", Key("f16", "f16", "i4", 128))
+    assert similar.key == Key("f16", "f16", "i4", 128)
     assert similar.rows == measured.table("sm_90a", exact).rows and f"with {exact}" in similar.source
     assert measured.table("sm_80", exact) is None

@@ -29,21 +29,23 @@ def source(functions: dict, arch: str = "sm_80") -> str:
     return export_cuda_host(tvm.compile(tvm.IRModule(functions), target=target, tir_pipeline="tirx").mod)
 
 
-def test_an_f16_scale_is_two_bf16_numbers():
-    """`Weight.arithmetic` "split": for every scale and difference, both terms are exact."""
+def test_a_scale_of_many_bits_is_two_bf16_numbers():
+    """`Weight.arithmetic` "split": next to exact, for every f16 scale and f32 scales at random, before the one rounding."""
 
     def bf16(values: np.ndarray) -> np.ndarray:
         return values.astype(ml_dtypes.bfloat16).astype(np.float64)
 
-    scales = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
-    scales = scales[np.isfinite(scales)].astype(np.float64)
-    high = bf16(scales)
-    low = bf16(scales - high)
-    assert np.array_equal(high + low, scales)
-    for difference in range(-31, 32):
-        assert np.array_equal(bf16(difference * low), difference * low)
-    assert Weight("bfloat16", 0, "u4", "float16", 128).arithmetic == "split"
-    assert Weight("bfloat16", 40, "u4", "float16", 128).arithmetic == "floats"
+    halves = np.arange(1 << 16, dtype=np.uint16).view(np.float16)
+    floats = np.random.default_rng(0).uniform(0.5, 1, 20_000).astype(np.float32) * 2.0 ** np.arange(-20, 0).repeat(1000)
+    for scales in (halves[np.isfinite(halves)].astype(np.float64), floats):
+        high = bf16(scales)
+        low = bf16(scales - high)
+        for code in (1, 3, 31, -77, 127, 255):
+            found = bf16(code * high + bf16(code * low))
+            assert (np.abs(found - code * scales) <= 1.01 * 2.0**-8 * np.abs(code * scales)).all()
+    for scale in ("float16", "float32"):
+        assert Weight("bfloat16", 40, "u4", scale, 128).arithmetic == "split"
+        assert Weight("float16", 0, "u4", scale, 128).arithmetic == ("packed" if scale == "float16" else "floats")
 
 
 def test_tiles_print():
@@ -116,7 +118,8 @@ def test_sources(compute, group, zero):
     assert f"mma.sync.aligned.m16n8k16.row.col.f32.{half}.{half}.f32" in text
     for name in functions:
         assert re.search(rf"__global__ void __launch_bounds__\({TILES[name].threads}, \d+\) {name}_kernel\(", text)
-    assert (f"fma.rn.{half}x2" in text) == (zero != "float16")  # float zeros go through float32
+    # Float zeros of another type go through float32.
+    assert (f"fma.rn.{half}x2" in text) == (zero in (None, "u4", compute))
 
 
 CLUSTER = Tile("c8", "sums", tokens=8, features=64, split=(1, 2, 4), slice=2, stages=4, resident=1, cluster=4)

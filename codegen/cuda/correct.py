@@ -45,13 +45,13 @@ class SumStep:
         for f in range(self.tile.feature_tiles):
             words = _load_groups(self.k, views, slot, f, step)
             if self.weight.scale:
-                for r, value in enumerate(_floats(self.weight.scale, words["scale"])):
+                for r, value in enumerate(_floats(self.k, self.weight.scale, words["scale"])):
                     assign(self.scale, 2 * f + r, value)
             if self.shifted:
                 for r, value in enumerate(self._shifts(words.get("zero"))):
                     assign(self.shift, 2 * f + r, value)
             if self.weight.offset:
-                for r, value in enumerate(_offsets(self.weight, words["offset"])):
+                for r, value in enumerate(_offsets(self.k, words["offset"])):
                     assign(self.offset, 2 * f + r, value * T.float32(self.weight.factor(r)))
 
     @property
@@ -66,7 +66,7 @@ class SumStep:
         if words is None:
             return [T.float32(constant) for constant in constants]
         if weight.zero != "u4":
-            zeros = _floats(weight.zero, words)
+            zeros = _floats(self.k, weight.zero, words)
             return [zeros[r] * T.float32(factors[r]) + T.float32(constants[r]) for r in range(2)]
         upper = words[0] & T.uint32(0xF0) if factors[1] == 16 else words[0] >> T.uint32(4)
         # An integer below 2^23 or-ed into the bits of 2^23 is 2^23 plus that integer.
@@ -115,6 +115,9 @@ class WeightStep:
         self.scale = T.alloc_local([2 * self.tile.feature_tiles], dtype)
         self.shift = T.alloc_local([2 * self.tile.feature_tiles], dtype)
         self.offset = T.alloc_local([2 * self.tile.feature_tiles], dtype) if self.weight.offset else None
+        self.zero = None
+        if self.packed and self.weight.zero not in (None, *INTEGERS):
+            self.zero = T.alloc_local([2 * self.tile.feature_tiles], dtype)
         if self.weight.arithmetic == "split":
             self.scale_low, self.low = T.alloc_local([2 * self.tile.feature_tiles], dtype), T.alloc_local([1], dtype)
 
@@ -126,21 +129,24 @@ class WeightStep:
                 continue
             for role, target in (("scale", self.scale), ("zero", self.shift)):
                 if role in words:
-                    for r, value in enumerate(_floats(self.weight.grouped[role], words[role])):
+                    for r, value in enumerate(_floats(self.k, self.weight.grouped[role], words[role])):
                         assign(target, 2 * f + r, value)
             if self.weight.offset:
-                for r, value in enumerate(_offsets(self.weight, words["offset"])):
+                for r, value in enumerate(_offsets(self.k, words["offset"])):
                     assign(self.offset, 2 * f + r, value)
 
     def _pack(self, f: int, words):
-        """Scale, -(bias / factor + zero) and offset as packed pairs of equal halves.
+        """Scale, -(bias / factor + zero) and offset as packed pairs of equal halves; a float zero stands apart.
 
         From bias / factor upwards halves are equidistant in value and in bits: integers are added to bits.
         """
         weight, half = self.weight, self.weight.half
         for r in range(2):
             way, zero = weight.decoded(0, r), None
-            if weight.zero:
+            if self.zero is not None:
+                self._pair("zero", words, r, self.zero[2 * f + r])
+                assign(self.zero, 2 * f + r, self.zero[2 * f + r] ^ T.uint32(0x80008000))
+            elif weight.zero:
                 zero = T.cast(_integers(weight.zero, words["zero"])[r], "uint32")  # a negative one wraps around
             if way.bias:
                 shrink = int(way.factor).bit_length() - 1
@@ -156,7 +162,7 @@ class WeightStep:
             else:
                 assign(self.shift, 2 * f + r, T.uint32(decode.bits(half, -float(weight.bias)) * 0x10001))
             if weight.arithmetic == "split":
-                self._split(2 * f + r, _floats("float16", words["scale"])[r])
+                self._split(2 * f + r, _floats(self.k, weight.scale, words["scale"])[r])
             elif weight.scale:
                 self._pair("scale", words, r, self.scale[2 * f + r])
             if weight.offset:
@@ -170,7 +176,7 @@ class WeightStep:
             word = words[role][0]
             ptx("prmt.b32", out, word, word, T.uint32(0x3232 if r else 0x1010))
         else:
-            value = _floats(self.weight.grouped[role], words[role])[r]
+            value = _floats(self.k, self.weight.grouped[role], words[role])[r]
             ptx(f"cvt.rn.{self.weight.half.ptx}x2.f32", out, value, value)
 
     def _split(self, at: int, scale):
@@ -199,6 +205,8 @@ class WeightStep:
         nothing = T.uint32(0x80008000)  # -0
         if way.factor != 1 or self.weight.nothing(register % 2) or self.weight.zero:
             ptx(fma, out, out, inverse, self.shift[r])
+        if self.zero is not None:
+            ptx(fma, out, out, T.uint32(half.one * 0x10001), self.zero[r])
         if self.weight.arithmetic == "split":
             ptx(fma, self.low[0], out, self.scale_low[r], nothing)
             ptx(fma, out, out, self.scale[r], self.low[0])
@@ -230,7 +238,7 @@ class WeightStep:
             return found
         pair = T.alloc_local([1], "uint32")
         self.emit.halves(way, words, pair[0])
-        return [value * T.float32(1 / way.factor) for value in _floats(weight.compute, [pair[0]])]
+        return [value * T.float32(1 / way.factor) for value in _floats(self.k, weight.compute, [pair[0]])]
 
     def end(self, acc):
         pass
@@ -250,10 +258,14 @@ def _load_groups(k: Kernel, views, slot, f: int, step) -> dict[str, list]:
     return loaded
 
 
-def _floats(dtype: str, words) -> list:
+def _floats(k: Kernel, dtype: str, words) -> list:
     """Loaded words -> the float32 values of features c and c + 8."""
     if dtype in INTEGERS:
         return [T.cast(number, "float32") for number in _integers(dtype, words)]
+    if dtype in ("e4m3", "e5m2") and k.tile.converts_fp8:
+        pair = T.alloc_local([1], "uint32")
+        ptx(f"cvt.rn.f16x2.{dtype}x2", pair[0], T.cast(words[0], "uint16"))
+        return _floats(k, "float16", [pair[0]])
     if dtype in ("e4m3", "e5m2", "e8m0"):
         return [_small_float(dtype, byte) for byte in _integers("u8", words)]
     if dtype == "float32":
@@ -264,9 +276,9 @@ def _floats(dtype: str, words) -> list:
     return [T.cast(T.reinterpret("float16", T.cast(half, "uint16")), "float32") for half in (low, high)]
 
 
-def _offsets(weight, words) -> list:
+def _offsets(k: Kernel, words) -> list:
     """Loaded words -> what is added to the weights of features c and c + 8."""
-    return [-value if weight.subtract else value for value in _floats(weight.offset, words)]
+    return [-value if k.weight.subtract else value for value in _floats(k, k.weight.offset, words)]
 
 
 def _integers(dtype: str, words) -> list:

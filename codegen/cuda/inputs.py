@@ -52,10 +52,13 @@ def lower(name: str, dtype: str, target: Target) -> tirx.PrimFunc:
         with T.serial(0, (inputs + (HELD - 1)) // HELD, unroll=False) as part:
             start = part * HELD
             T.evaluate(T.cuda.cta_sync())
-            with T.serial(0, HELD // THREADS, unroll=False) as i:
-                at = i * THREADS + thread
-                with when(start + at < inputs):
-                    T.buffer_store(held, x[wide(m), wide(start + at)], [at])
+            with T.If(inputs % 8 == 0):
+                with T.Then():
+                    _hold_pieces(x, held, m, start, inputs, thread)
+                with T.Else(), T.serial(0, HELD // THREADS, unroll=False) as i:
+                    at = i * THREADS + thread
+                    with when(start + at < inputs):
+                        T.buffer_store(held, x[wide(m), wide(start + at)], [at])
             T.evaluate(T.cuda.cta_sync())
             for j in range(PLACES):
                 at = places[j] - start
@@ -68,3 +71,17 @@ def lower(name: str, dtype: str, target: Target) -> tirx.PrimFunc:
                 assign(words, j // 2, pair)
             ptx("st.global.v4.b32", ordered.ptr_to([wide(m), wide(first)]), *(words[j] for j in range(4)))
     return builder.get()
+
+
+def _hold_pieces(x, held, m, start, inputs, thread):
+    """Inputs start .. start + HELD in pieces of eight: all are asked for before the first has come."""
+    pieces = HELD // 8 // THREADS
+    words = T.alloc_local([4 * pieces], "uint32")
+    for i in range(pieces):
+        at = (i * THREADS + thread) * 8
+        with when(start + at < inputs):
+            ptx("ld.global.v4.b32", *(words[4 * i + j] for j in range(4)), x.ptr_to([wide(m), wide(start + at)]))
+    for i in range(pieces):
+        at = (i * THREADS + thread) * 8
+        with when(start + at < inputs):
+            ptx("st.shared.v4.b32", held.ptr_to([at]), *(words[4 * i + j] for j in range(4)))

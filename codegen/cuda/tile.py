@@ -63,6 +63,7 @@ class Tile:
         return self.feature_tiles * self.token_tiles < 32 and 65536 // (self.threads * self.resident) >= 96
 
     swizzle = 128  # bytes that the stages are aligned to
+    converts_fp8 = False  # in hardware
 
     @property
     def longest_step(self) -> int:

@@ -59,6 +59,7 @@ class WarpTile:
     rings = 1
     fillers = 32  # threads that fill scales and zeros of a stage
     registers = None
+    converts_fp8 = True  # in hardware, since sm_89
     direct = persistent = tail = False
 
     def __post_init__(self):

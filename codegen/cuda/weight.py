@@ -109,20 +109,19 @@ class Weight:
         """How q - zero, which is exact, becomes a finished weight, rounded once.
 
         packed  in pairs of 16 bits, times a scale, plus an offset of that type, or of one whose values that type has
-        split   the same with an f16 scale in bf16: as the sum of two bf16 numbers, which it is exactly. The lower has
-                3 bits, q - zero no more than 5, so their product is exact, too, and is added before the one rounding
+        split   the same with a scale of more bits than bf16 has: as the sum of two bf16 numbers. What they lack, and what
+                the product with the lower loses, is 2^-15 of the weight, before the rounding by up to 2^-8
         floats  in float32
+
+        A float zero of the multiplier's type is packed, too: q - zero rounds then, and the product once more.
         """
-        if self.table or self.zero not in (None, *INTEGERS):
+        if self.table or self.zero not in (None, self.compute, *INTEGERS):
             return "floats"
         held = {"float16": ("float16", "e4m3", "e5m2"), "bfloat16": ("bfloat16", "e4m3", "e5m2", "e8m0")}
         if all(kind is None or kind in held[self.compute] for kind in (self.scale, self.offset)):
             return "packed"
-        if self.offset:
-            return "floats"
-        largest = self.largest_zero + (8 if self.code.kind == "int" else 0)
-        small = self.code.is_integer and self.code.bits <= 4 and largest < 32
-        return "split" if (self.compute, self.scale) == ("bfloat16", "float16") and small else "floats"
+        wide = self.scale in ("float16", "float32") and not self.offset
+        return "split" if self.compute == "bfloat16" and wide else "floats"
 
     @property
     def table_bytes(self) -> int:

@@ -281,6 +281,20 @@ inline uint32_t pack(float high, float low, bool bf16) {
   return uint32_t(half_bits(high, bf16)) << 16 | half_bits(low, bf16);
 }
 
+// Two 8-bit floats as f16, which has all their values: e5m2 is its upper half.
+inline uint32_t halves_e5m2(uint16_t pair) { return uint32_t(pair & 0xFF) << 8 | uint32_t(pair >> 8) << 24; }
+
+inline uint32_t halves_e4m3(uint16_t pair) {
+  float values[2];
+  for (int i = 0; i < 2; ++i) {
+    int byte = pair >> 8 * i & 0xFF, exponent = byte >> 3 & 15, mantissa = byte & 7;
+    float value = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
+    if ((byte & 0x7F) == 0x7F) value = NAN;
+    values[i] = byte & 0x80 ? -value : value;
+  }
+  return pack(values[1], values[0], false);
+}
+
 // ---- a warp at once -----------------------------------------------------------------------------------------------
 inline void sync_warp() { meet(now->warp().meeting, 32, [] {}); }
 
