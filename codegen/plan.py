@@ -382,7 +382,8 @@ def _buffer(t: Tensor, scheme: Scheme, target: Target, loop: MainLoop | None) ->
     if loop and t.name in loop.grouped:
         layout = _grouped_layout(t, scheme, loop)
     else:
-        layout = _layout(t, scheme, loop is not None or (target.kind == "cuda" and scheme.code.dtype.bits == 4))
+        tile = loop is not None or (target.kind == "cuda" and scheme.code.dtype.bits == 4)
+        layout = _layout(t, scheme, tile, loop is not None and bool(loop.table))
     if t.dtype.bits <= 8:
         return Buffer(t.name, f"uint{layout.word}", layout, order, parts)
     native = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "i32": "int32", "idx": "int32"}
@@ -404,7 +405,7 @@ def _grouped_layout(t: Tensor, scheme: Scheme, loop: MainLoop) -> Layout:
     return replace(found, axes=axes)
 
 
-def _layout(t: Tensor, scheme: Scheme, fragment: bool) -> Layout:
+def _layout(t: Tensor, scheme: Scheme, fragment: bool, looked_up: bool) -> Layout:
     """Derived, not tabulated.
 
     On tensor cores output features are the 16-row side of the fragment (rows c and c + 8: digits r, c); a lane reads
@@ -413,7 +414,7 @@ def _layout(t: Tensor, scheme: Scheme, fragment: bool) -> Layout:
     """
     if t.index and t.index[0] == Var("n") and t.role not in ("bias", "residual"):
         if t == scheme.code:
-            return fragment_codes(len(t.index), t.dtype.bits) if fragment else _vector_codes(t)
+            return fragment_codes(len(t.index), t.dtype.bits, looked_up) if fragment else _vector_codes(t)
         if fragment:
             return _fragment_rows(t)
         return _vector_rows(t, vector_features(scheme.code.dtype))
@@ -423,11 +424,12 @@ def _layout(t: Tensor, scheme: Scheme, fragment: bool) -> Layout:
     return plain(len(t.index), t.dtype.bits, word)
 
 
-def fragment_codes(rank: int, bits: int) -> Layout:
+def fragment_codes(rank: int, bits: int, looked_up: bool = False) -> Layout:
     """The A fragment of m16n8k16: n = r:2 c:8, k = h:2 t:4 p:2.  A lane is (c t) and has four k-steps s = 2 u + v.
 
-    The two codes of a register, p, are 16 bits apart in a word. Codes that are no power of two wide lie in planes; those
-    of 8 bits have the steps 0 and 1 of all lanes, then 2 and 3, so that 16 bytes of a lane lie together.
+    The two codes of a register, p, are 16 bits apart in a word; side by side if they are looked up in a table of few
+    entries. Codes that are no power of two wide lie in planes; those of 8 bits have the steps 0 and 1 of all lanes, then
+    2 and 3, so that 16 bytes of a lane lie together.
     """
     assert rank == 2, "codes are [n, k]"
     steps = (Digit("s", 4),) if bits == 4 else (Digit("u", 2), Digit("v", 2))
@@ -437,6 +439,8 @@ def fragment_codes(rank: int, bits: int) -> Layout:
     )
     outer = (Axis(("o",)), Axis(("i",)), Axis(("u", "c", "t") if bits == 8 else ("c", "t")))
     places = {8: ("vh", "pr"), 4: ("s" if bits == 4 else "uv", "phr"), 2: ("u", "pvhr"), 1: ("", "puvhr")}
+    if looked_up and bits <= 4:
+        places = {width: (words, lanes[1:] + "p") for width, (words, lanes) in places.items() if width < 8}
     if bits in places:
         words, lanes = places[bits]
         return Layout(dims, (*outer, Axis(tuple(words), (Run(tuple(map(Lane, lanes))),))), bits, 32)

@@ -85,7 +85,7 @@ class Case:
         patterns = rng.integers(0, len(weight.table) or 1 << code.bits, (n, k)).astype(np.uint8)
         patterns[~np.isfinite(code.decode(patterns))] = 0
         values = np.array(weight.table)[patterns] if weight.table else code.decode(patterns)
-        self.buffers = [torch.from_numpy(fragment_codes(2, code.bits).pack(patterns))]
+        self.buffers = [torch.from_numpy(fragment_codes(2, code.bits, bool(weight.table)).pack(patterns))]
         found = {"scale": np.ones((n, k)), "zero": np.zeros((n, k)), "offset": np.zeros((n, k))}
         for role, kind in weight.grouped.items():
             number, place = dtype(NUMBERS.get(kind, kind)), weight.place(role) or Shared(1, weight.group)

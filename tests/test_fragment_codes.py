@@ -14,9 +14,9 @@ INTEGERS = [*(f"u{n}" for n in range(1, 9)), *(f"i{n}" for n in range(2, 9))]
 FLOATS = ["e4m3", "e5m2", "e3m2", "e2m3", "e2m1"]
 
 
-def stored(codes: np.ndarray, width: int) -> np.ndarray:
+def stored(codes: np.ndarray, width: int, looked_up: bool = False) -> np.ndarray:
     """[tiles of 16, k tiles, lane, its words] of codes [n, k], as the kernel's layout has them."""
-    words = fragment_codes(2, width).pack(codes.astype(np.uint8))
+    words = fragment_codes(2, width, looked_up).pack(codes.astype(np.uint8))
     lanes, count = words_of(width)
     words = words.reshape(*words.shape[:2], lanes // 32, 32, count)
     return np.moveaxis(words, 2, 3).reshape(*words.shape[:2], 32, lanes // 32 * count)
@@ -61,14 +61,14 @@ def test_zero_points_are_taken_off_exactly(name, compute):
 
 
 @pytest.mark.parametrize("compute", HALVES)
-@pytest.mark.parametrize("size", [2, 16, 24, 256])
+@pytest.mark.parametrize("size", [2, 3, 5, 16, 24, 256])
 def test_tables_are_read_at_every_code(size, compute):
     """Of 2 to 256 entries, exact but for the one rounding to the type of the multiplier."""
     code, table = dtype(f"u{(size - 1).bit_length()}"), tuple(np.linspace(-1, 1, size).astype(np.float32).tolist())
     weight = Weight(compute, 0, None, "float32", 48, code, table)
     assert not weight.problem and weight.arithmetic == "floats" and weight.factor(1) == 1 and weight.nothing(1) == 0
     codes = np.arange(16 * 64).reshape(16, 64) * 5 % size
-    words = stored(codes, code.bits)[0, 0]
+    words = stored(codes, code.bits, looked_up=True)[0, 0]
     for step, register in ((0, 0), (1, 3), (3, 2)):
         found = weight.decoded(step, register).evaluate(words).reshape(8, 4, 2)
         columns = 16 * step + 8 * (register // 2) + 2 * np.arange(4)[:, None] + np.arange(2)

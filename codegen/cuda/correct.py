@@ -33,7 +33,7 @@ class SumStep:
         self.sums = T.alloc_local([4 * features * tokens], "float32")
         self.row_sums = T.alloc_local([4 * tokens], "float32")
         self.a = T.alloc_local([4], "uint32")
-        self.emit = Emitter(self.weight.decoded(0, 0), k.table)
+        self.emit = Emitter(self.weight.decoded(0, 0), k.table, k.pairs, k.lane)
         self.scale = T.alloc_local([2 * features], "float32")
         self.shift = T.alloc_local([2 * features], "float32")
         self.offset = T.alloc_local([2 * features], "float32") if self.weight.offset else None

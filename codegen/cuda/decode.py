@@ -16,6 +16,9 @@ and so one shift and one mask take a field of both out of a word (`Field`), and 
     8 bits in bf16, whose mantissa has 7: two floats of four bits each, added
     table      any other function of a code: its values lie in shared memory, in float32, a word each. Up to 32 of them are
                in as many banks, and no two lanes get into each other's way
+    pairs      codes of up to 4 bits that are looked up lie side by side, both of a register next to each other, so that
+               they are one number, and one load finds both floats. Every lane has a table of pairs in a bank of its own,
+               32 KB of them; kernels without that much room look up one code at a time
 
 `Decoded` is one such way: it prints, `evaluate` says what the instructions give, and `Emitter` writes them.
 """
@@ -27,7 +30,7 @@ from dataclasses import dataclass
 import numpy as np
 from tvm.tirx.script import builder as T
 
-from qdsl.codegen.cuda.builder import ptx, when
+from qdsl.codegen.cuda.builder import assign, ptx, when
 from qdsl.codegen.plan import planes
 from qdsl.dtype import DType
 
@@ -60,6 +63,7 @@ class Half:
 
 
 HALVES = {"float16": Half("f16", 10, 15), "bfloat16": Half("bf16", 7, 127)}
+PAIRED = 4  # bits up to which codes that are looked up lie side by side
 
 
 def words_of(bits: int) -> tuple[int, int]:
@@ -96,9 +100,11 @@ class Sum:
 class Decoded:
     """Both codes of a register as floats: bias + factor * code, or the entries of a table.
 
-    sums      one float, or two that are added, `added` to the second first; with a table, four times the code
+    sums      one float, or two that are added, `added` to the second first; with a table, four times the code, or that of
+              one code and of the other
     scaled    the float is multiplied by 2 to this power
     table     by code, in float32; empty: there is none
+    pair      32 times the number of both codes, where they lie side by side: fields of a word, not of its halves
     """
 
     half: Half
@@ -108,9 +114,12 @@ class Decoded:
     added: float = 0.0
     scaled: int = 0
     table: tuple[float, ...] = ()
+    pair: Sum | None = None
 
     def __str__(self) -> str:
         text = str(self.sums[0])
+        if self.pair:
+            return f"table of {len(self.table)} pairs at {self.pair}"
         if self.table:
             return f"table of {len(self.table)} at {text}"
         if len(self.sums) > 1:
@@ -120,7 +129,10 @@ class Decoded:
     def evaluate(self, words: np.ndarray) -> np.ndarray:
         """The two floats, [..., 2], of words [..., lane's words]: what the instructions give."""
         if self.table:
-            places = self._bits(self.sums[0], words)
+            if self.pair:
+                places = np.stack([_number(one, words) for one in self.sums], -1)
+            else:
+                places = self._bits(self.sums[0], words)
             return _rounded(self.half, np.array(self.table, np.float32)[places // 4].astype(np.float64))
         found = [self.half.values(self._bits(one, words)) for one in self.sums]
         value = found[0] if len(found) == 1 else _rounded(self.half, found[1] + self.added) + found[0]
@@ -135,6 +147,16 @@ class Decoded:
             moved = word >> np.uint32(field.shift) if field.shift >= 0 else word << np.uint32(-field.shift)
             bits = bits ^ (moved & np.uint32(field.mask * 0x10001))
         return np.stack([bits & np.uint32(0xFFFF), bits >> np.uint32(16)], -1)
+
+
+def _number(one: Sum, words: np.ndarray) -> np.ndarray:
+    """The fields of whole words, together."""
+    found = np.zeros(words.shape[:-1], np.uint32)
+    for field in one.fields:
+        word = words[..., field.word].astype(np.uint32)
+        moved = word >> np.uint32(field.shift) if field.shift >= 0 else word << np.uint32(-field.shift)
+        found |= moved & np.uint32(field.mask)
+    return found
 
 
 def _rounded(half: Half, values: np.ndarray) -> np.ndarray:
@@ -162,6 +184,13 @@ def decoded(code: DType, half: Half, step: int, register: int) -> Decoded:
 
 def looked_up(code: DType, half: Half, table: tuple[float, ...], step: int, register: int) -> Decoded:
     """How register 0 .. 3 of a step is made of the lane's words and a table of what the codes stand for."""
+    if code.bits <= PAIRED:
+        parts = _side_by_side(code.bits, step, register)
+        codes = (
+            Sum(0, tuple(_moved(part, p * part.width, part.width, part.low + 2) for part in parts)) for p in range(2)
+        )
+        pair = Sum(0, tuple(_moved(part, 0, 2 * part.width, 2 * part.low + 5) for part in parts))
+        return Decoded(half, tuple(codes), 0.0, 1.0, table=table, pair=pair)
     fields = tuple(_placed(part, part.low + 2) for part in _parts(code.bits, step, register))
     return Decoded(half, (Sum(0, fields),), 0.0, 1.0, table=table)
 
@@ -188,6 +217,21 @@ def _parts(bits: int, step: int, register: int) -> tuple[_Part, ...]:
         found.append(_Part(first + at // 16, at % 16, low, width))
         first += width
     return tuple(found)
+
+
+def _side_by_side(bits: int, step: int, register: int) -> tuple[_Part, ...]:
+    """The same where the two codes of a register are neighbours: that of the first, `offset` from the low end of a word."""
+    found, first = [], 0
+    for low, width in planes(bits):
+        at = 2 * (4 * step + register) * width
+        found.append(_Part(first + at // 32, at % 32, low, width))
+        first += width
+    return tuple(found)
+
+
+def _moved(part: _Part, start: int, width: int, position: int) -> Field:
+    """Bits start .. start + width of a part that lies side by side, from bit `position` of a word on."""
+    return Field(part.word, part.offset + start - position, (1 << width) - 1 << position)
 
 
 def _placed(part: _Part, position: int, low: int = 0, width: int | None = None) -> Field:
@@ -234,15 +278,20 @@ def _float(code: DType, half: Half, parts: tuple[_Part, ...]) -> Decoded:
 class Emitter:
     """Writes the instructions of one kernel, with the registers that they need on the way."""
 
-    def __init__(self, ways: Decoded, table=None):
-        """`ways`: one of all that will be written; `table`: the shared address of theirs."""
-        self.table = table
+    def __init__(self, ways: Decoded, table=None, pairs=None, lane=None):
+        """`ways`: one of all that will be written; `table`: the shared address of theirs; `pairs`: that of pairs."""
+        self.table, self.pairs, self.lane = table, pairs, lane
         self.other = T.alloc_local([1], "uint32") if ways.sums[1:] else [None]
         self.found = T.alloc_local([2], "float32") if ways.table else None
 
     def halves(self, way: Decoded, words, out):
         """out = the pair of floats."""
         half = way.half
+        if self.pairs is not None:
+            place = T.alloc_local([1], "uint32")
+            _number_of(way.pair, words, place[0], T.cast(self.lane, "uint32"))
+            ptx("mov.b32", out, self.pairs[T.cast(place[0], "int32")])
+            return
         if way.table:
             first, second = self.entries(way, words, out)
             ptx(f"cvt.rn.{half.ptx}x2.f32", out, second, first)
@@ -259,6 +308,11 @@ class Emitter:
 
     def entries(self, way: Decoded, words, places) -> tuple:
         """The table's entries for both codes, in float32; `places`: a register."""
+        if way.pair:
+            for p, one in enumerate(way.sums):
+                _number_of(one, words, places)
+                ptx("ld.shared.f32", self.found[p], self.table + places)
+            return self.found[0], self.found[1]
         _put_together(way.sums[0], words, places)
         for p, place in enumerate((places & T.uint32(0xFFFF), places >> T.uint32(16))):
             ptx("ld.shared.f32", self.found[p], self.table + place)
@@ -268,27 +322,64 @@ class Emitter:
 def _put_together(one: Sum, words, out):
     before = T.uint32(one.pattern * 0x10001)
     for field in one.fields:
-        shifted = words[field.word]
-        if field.shift > 0:
-            shifted = shifted >> T.uint32(field.shift)
-        elif field.shift < 0:
-            shifted = shifted << T.uint32(-field.shift)
-        ptx("lop3.b32", out, shifted, T.uint32(field.mask * 0x10001), before, 0x6A)  # (a & b) ^ c
+        ptx("lop3.b32", out, _shifted(field, words), T.uint32(field.mask * 0x10001), before, 0x6A)  # (a & b) ^ c
         before = out
 
 
+def _number_of(one: Sum, words, out, before=None):
+    """out = the fields of whole words, together, and `before`."""
+    before = T.uint32(0) if before is None else before
+    for field in one.fields:
+        ptx("lop3.b32", out, _shifted(field, words), T.uint32(field.mask), before, 0xEA)  # (a & b) | c
+        before = out
+
+
+def _shifted(field: Field, words):
+    word = words[field.word]
+    if field.shift > 0:
+        return word >> T.uint32(field.shift)
+    return word << T.uint32(-field.shift) if field.shift < 0 else word
+
+
 def store_table(table: tuple[float, ...], thread, target):
-    """Threads 0 .. entries put the table into shared memory: a tree of choices by the bits of the thread's number."""
-
-    def entry(first: int, count: int):
-        if count == 1:
-            return T.float32(table[min(first, len(table) - 1)])
-        half = count // 2
-        return T.if_then_else((thread & half) != 0, entry(first + half, half), entry(first, half))
-
-    count = 1 << (len(table) - 1).bit_length()
+    """Threads 0 .. entries put the table into shared memory."""
     with when(thread < len(table)):
-        T.buffer_store(target, entry(0, count), [thread])
+        T.buffer_store(target, _chosen([T.float32(value) for value in table], thread), [thread])
+
+
+def store_pairs(code: DType, half: Half, table: tuple[float, ...], thread, threads: int, target):
+    """All threads put the pairs of entries, rounded, into shared memory: each some pairs, and those once for every lane."""
+    entries = [T.uint32(int(_bits_of(half, value))) for value in table]
+    pairs = 1 << 2 * code.bits
+    for first in range(0, pairs, threads):
+        number = T.cast(first + thread, "uint32")
+        codes = []
+        for p in range(2):
+            one = T.uint32(0)
+            for low, width in planes(code.bits):
+                one = one | (number >> T.uint32(2 * low + p * width) & T.uint32((1 << width) - 1)) << T.uint32(low)
+            codes.append(_chosen(entries, T.cast(one, "int32")))
+        value = T.alloc_local([1], "uint32")
+        assign(value, 0, codes[0] | codes[1] << T.uint32(16))
+        with when(first + thread < pairs), T.serial(0, 32, unroll=False) as lane:
+            T.buffer_store(target, value[0], [(first + thread) * 32 + (lane + thread) % 32])  # in different banks
+
+
+def _chosen(values: list, number):
+    """Value `number` by a tree of choices among constants; beyond the last, the last."""
+
+    def choice(first: int, count: int):
+        if count == 1:
+            return values[min(first, len(values) - 1)]
+        half = count // 2
+        return T.if_then_else((number & half) != 0, choice(first + half, half), choice(first, half))
+
+    return choice(0, 1 << (len(values) - 1).bit_length())
+
+
+def _bits_of(half: Half, value: float) -> int:
+    """The bits of a value, rounded."""
+    return bits(half, float(_rounded(half, np.array([value]))[0]))
 
 
 def integer(code: DType, words, step: int, register: int, p: int):

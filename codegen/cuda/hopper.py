@@ -66,9 +66,11 @@ def lower(
             stages = Ring(k, _barriers(weight, tile))
             with when(k.thread == tile.consumers):
                 ring.fetch(maps)
-            k.store_table()
             stages.initialize()
             walk = _Parts(k, ctas)
+            if weight.table:
+                with when(k.thread < tile.consumers):
+                    k.store_table(tile.consumers)
             overlap.wait()
             with T.If(k.thread >= tile.consumers):
                 with T.Then():
@@ -87,6 +89,8 @@ def lower(
                 with T.Else():
                     if tile.registers:
                         ptx("setmaxnreg.inc.sync.aligned.u32", tile.registers[0])
+                    if weight.table:
+                        ptx("bar.sync", T.uint32(1), T.uint32(tile.consumers))  # all of it is there
                     consumer = tile.consumer(k, stages)
                     with walk.each() as part:
                         summed = consumer.multiply(*_stages_of(part))
@@ -207,7 +211,7 @@ def _stages_of(k: Kernel):
 
 
 def pool_bytes(weight: Weight, tile: Cut) -> int:
-    return _table(weight, tile) + weight.table_bytes
+    return _table(weight, tile) + weight.table_bytes(tile.looks_up_pairs)
 
 
 def _table(weight: Weight, tile: Cut) -> int:

@@ -11,7 +11,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from qdsl.codegen.cuda.builder import wide
-from qdsl.codegen.cuda.decode import store_table
+from qdsl.codegen.cuda.decode import store_pairs, store_table
 from qdsl.codegen.cuda.weight import Weight
 
 if TYPE_CHECKING:
@@ -118,10 +118,20 @@ class Kernel(Generic[Cut]):
             return None
         return T.cuda.cvta_generic_to_shared(self._table.ptr_to([0]))
 
-    def store_table(self):
-        """All threads meet before it is read."""
-        if self.weight.table:
-            store_table(self.weight.table, self.thread, self._table)
+    @property
+    def pairs(self):
+        """The weight's table of pairs, [pair, lane] in one; None: it has none here."""
+        if not (self.weight.side_by_side and self.tile.looks_up_pairs):
+            return None
+        return self.shared((self.weight.table_bytes(True) // 4,), "uint32", self.table_start)
+
+    def store_table(self, threads: int):
+        """The first threads do; they meet before it is read."""
+        weight = self.weight
+        if self.pairs is not None:
+            store_pairs(weight.code, weight.half, weight.table, self.thread, threads, self.pairs)
+        else:
+            store_table(weight.table, self.thread, self._table)
 
     @property
     def _table(self):

@@ -101,7 +101,7 @@ def lower(
         with T.attr({"tirx.launch_bounds_min_blocks_per_sm": tile.resident}):
             k = _enter(weight, tile, own, parts)
             if weight.table:
-                k.store_table()
+                k.store_table(tile.threads)
                 T.evaluate(T.cuda.cta_sync())
             if overlapped:
                 overlap.wait()

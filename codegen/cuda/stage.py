@@ -93,7 +93,7 @@ def group_bytes(dtype: str) -> int:
 
 
 def pool_bytes(weight: Weight, tile: Tile) -> int:
-    return table_start(weight, tile) + weight.table_bytes
+    return table_start(weight, tile) + weight.table_bytes(tile.looks_up_pairs)
 
 
 def table_start(weight: Weight, tile: Tile) -> int:

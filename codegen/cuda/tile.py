@@ -64,6 +64,7 @@ class Tile:
 
     swizzle = 128  # bytes that the stages are aligned to
     converts_fp8 = False  # in hardware
+    looks_up_pairs = False
 
     @property
     def longest_step(self) -> int:

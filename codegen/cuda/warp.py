@@ -60,6 +60,7 @@ class WarpTile:
     fillers = 32  # threads that fill scales and zeros of a stage
     registers = None
     converts_fp8 = True  # in hardware, since sm_89
+    looks_up_pairs = True
     direct = persistent = tail = False
 
     def __post_init__(self):

@@ -124,7 +124,14 @@ class Weight:
         return "split" if self.compute == "bfloat16" and wide else "floats"
 
     @property
-    def table_bytes(self) -> int:
+    def side_by_side(self) -> bool:
+        """Whether the two codes of a register are one number, that may be looked up in a table of pairs."""
+        return bool(self.table) and self.code.bits <= decode.PAIRED
+
+    def table_bytes(self, pairs: bool) -> int:
+        """Of the table in shared memory: of pairs for every lane, or of single entries."""
+        if pairs and self.side_by_side:
+            return 4 * 32 << 2 * self.code.bits
         return -(-4 * len(self.table) // 16) * 16
 
     @property

@@ -78,6 +78,7 @@ class WarpgroupTile:
     result = (0, 1, 2, 3)  # registers of eight tokens, as in `Tile.result`
     rings = 1
     converts_fp8 = True  # in hardware, since sm_89
+    looks_up_pairs = False
     swizzle = 1024  # bytes that the stages are aligned to
     fillers, fill_warps = 32, 1  # threads that fill scales and zeros of a stage, and warps that take turns
 
