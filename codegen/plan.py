@@ -428,8 +428,10 @@ def fragment_codes(rank: int, bits: int, looked_up: bool = False) -> Layout:
     """The A fragment of m16n8k16: n = r:2 c:8, k = h:2 t:4 p:2.  A lane is (c t) and has four k-steps s = 2 u + v.
 
     The two codes of a register, p, are 16 bits apart in a word; side by side if they are looked up in a table of few
-    entries. Codes that are no power of two wide lie in planes; those of 8 bits have the steps 0 and 1 of all lanes, then
-    2 and 3, so that 16 bytes of a lane lie together.
+    entries. Codes that are no power of two wide lie in planes, from which kernels put words of cells together that are
+    one: 3 bits in cells of 4, more in cells of 8. A plane holds its bits of several such words in the cells of one, so that
+    a shift and a mask move those of all cells at once. Codes of 8 bits have the steps 0 and 1 of all lanes, then 2 and 3,
+    so that 16 bytes of a lane lie together.
     """
     assert rank == 2, "codes are [n, k]"
     steps = (Digit("s", 4),) if bits == 4 else (Digit("u", 2), Digit("v", 2))
@@ -441,11 +443,20 @@ def fragment_codes(rank: int, bits: int, looked_up: bool = False) -> Layout:
     places = {8: ("vh", "pr"), 4: ("s" if bits == 4 else "uv", "phr"), 2: ("u", "pvhr"), 1: ("", "puvhr")}
     if looked_up and bits <= 4:
         places = {width: (words, lanes[1:] + "p") for width, (words, lanes) in places.items() if width < 8}
+    elif bits not in places:
+        words, lanes = {4: ("uv", "phr"), 8: ("uvh", "pr")}[cell(bits)]
+        cut = {width: len(words) - (cell(bits) // width).bit_length() + 1 for _, width in planes(bits)}
+        places = {width: (words[:at], lanes + words[at:]) for width, at in cut.items()}
     if bits in places:
         words, lanes = places[bits]
         return Layout(dims, (*outer, Axis(tuple(words), (Run(tuple(map(Lane, lanes))),))), bits, 32)
     runs = tuple(Run(tuple(map(Lane, "".join(places[part[1]]))), part) for part in planes(bits))
     return Layout(dims, (*outer, Axis((), runs)), bits, 32)
+
+
+def cell(bits: int) -> int:
+    """Bits from one code to the next where they lie whole."""
+    return next(size for size in (1, 2, 4, 8) if size >= bits)
 
 
 def _fragment_rows(t: Tensor) -> Layout:

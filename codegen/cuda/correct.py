@@ -74,6 +74,7 @@ class SumStep:
         return [floats[r] + T.float32(constants[r] - 2**23) for r in range(2)]
 
     def multiply(self, acc, f: int, words, step: int, operands):
+        words = self.emit.whole(self.weight.decoded(step, 0), words)
         for register in range(4):
             self.emit.halves(self.weight.decoded(step, register), words, self.a[register])
         a = [self.a[register] for register in range(4)]
@@ -187,6 +188,7 @@ class WeightStep:
 
     def weights(self, f: int, words, step: int, a):
         """a = the A fragment of a step out of the lane's words of feature tile f, as finished weights."""
+        words = self.emit.whole(self.weight.decoded(step, 0), words)
         for register in range(4):
             (self._packed_pair if self.packed else self._float_pair)(f, words, step, register, a[register])
 

@@ -1,13 +1,15 @@
 """Stored codes -> pairs of 16-bit floats, with a few instructions for two codes at a time, exactly.
 
 A lane has 32 codes of 16 features by 64 of k, two for each of 4 x 4 registers of A fragments (`fragments`). A code of 8, 4,
-2 or 1 bits is stored as it is; any other in planes of these widths, 5 = 4 + 1 and 7 = 4 + 2 + 1, so that no bit is wasted
-and every word holds whole fields. The two codes of a register are 16 bits apart:
+2 or 1 bits is stored as it is; any other in planes of these widths, 5 = 4 + 1 and 7 = 4 + 2 + 1, so that no bit is wasted.
+Words of whole codes are put together from planes (`Merge`), a bitwise choice for each after the first:
 
-    code of 5 bits        plane of 4 bits, a word for every step        plane of 1 bit, one word
-    b4 b3 b2 b1 b0        [ reg 3 | reg 2 | reg 1 | reg 0 ] x 2         [ step 3 .. step 0, reg 3 .. reg 0 of each ] x 2
+    code of 3 bits, in cells of 4      plane of 2 bits    ddcc bbaa ...      plane of 1 bit    hgfe ...      cells of a word
+    word 0 of cells                    ... bbaa & 0011    = 00aa             << 2 & 0100       = 0e00        0eaa
+    word 1                             >> 2     & 0011    = 00bb             << 1 & 0100       = 0f00        0fbb
 
-and so one shift and one mask take a field of both out of a word (`Field`), and put it where the float wants it:
+The two codes of a register are 16 bits apart, so that one shift and one mask take both out of a word (`Field`), and put them
+where the float wants them:
 
     integer    or-ed into the mantissa of a power of two, whose unit is 1: the float is that power, `bias`, plus the code. If
                the mantissa has room for it, register r = 1 is taken by the shift of r = 0, as `factor` times the code
@@ -25,13 +27,13 @@ and so one shift and one mask take a field of both out of a word (`Field`), and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from tvm.tirx.script import builder as T
 
 from qdsl.codegen.cuda.builder import assign, ptx, when
-from qdsl.codegen.plan import planes
+from qdsl.codegen.plan import cell, planes
 from qdsl.dtype import DType
 
 
@@ -97,6 +99,16 @@ class Sum:
 
 
 @dataclass(frozen=True)
+class Merge:
+    """A word of whole codes: fields of words of planes, those of all cells at once."""
+
+    fields: tuple[Field, ...]  # masks of a whole word
+
+    def __str__(self) -> str:
+        return " | ".join(f"({field})" for field in self.fields)
+
+
+@dataclass(frozen=True)
 class Decoded:
     """Both codes of a register as floats: bias + factor * code, or the entries of a table.
 
@@ -105,6 +117,7 @@ class Decoded:
     scaled    the float is multiplied by 2 to this power
     table     by code, in float32; empty: there is none
     pair      32 times the number of both codes, where they lie side by side: fields of a word, not of its halves
+    merged    how the words of the step that `sums` is about are put together; empty: they are the lane's
     """
 
     half: Half
@@ -115,6 +128,7 @@ class Decoded:
     scaled: int = 0
     table: tuple[float, ...] = ()
     pair: Sum | None = None
+    merged: tuple[Merge, ...] = ()
 
     def __str__(self) -> str:
         text = str(self.sums[0])
@@ -128,6 +142,8 @@ class Decoded:
 
     def evaluate(self, words: np.ndarray) -> np.ndarray:
         """The two floats, [..., 2], of words [..., lane's words]: what the instructions give."""
+        if self.merged:
+            words = np.stack([_number(one, words) for one in self.merged], -1)
         if self.table:
             if self.pair:
                 places = np.stack([_number(one, words) for one in self.sums], -1)
@@ -149,7 +165,7 @@ class Decoded:
         return np.stack([bits & np.uint32(0xFFFF), bits >> np.uint32(16)], -1)
 
 
-def _number(one: Sum, words: np.ndarray) -> np.ndarray:
+def _number(one: Sum | Merge, words: np.ndarray) -> np.ndarray:
     """The fields of whole words, together."""
     found = np.zeros(words.shape[:-1], np.uint32)
     for field in one.fields:
@@ -169,17 +185,16 @@ def _rounded(half: Half, values: np.ndarray) -> np.ndarray:
 
 def decoded(code: DType, half: Half, step: int, register: int) -> Decoded:
     """How register 0 .. 3 of a step is made of the lane's words."""
-    parts = _parts(code.bits, step, register)
+    part = _part(code.bits, step, register)
     if code.is_float:
-        return _float(code, half, parts)
+        return replace(_float(code, half, part), merged=merged(code.bits, step))
     if code.bits > half.mantissa:
-        return _two_nibbles(code, half, parts)
+        return _two_nibbles(code, half, part)
     taken = _shared_shift(code, half) * (register % 2)
     sign = 1 << code.bits - 1 if code.kind == "int" else 0
-    fields = tuple(_placed(part, part.low + taken) for part in parts)
     bias = 1 << half.mantissa
-    pattern = half.power(half.mantissa) ^ sign << taken
-    return Decoded(half, (Sum(pattern, fields),), bias + float(sign << taken), float(1 << taken))
+    sums = (Sum(half.power(half.mantissa) ^ sign << taken, (_placed(part, taken),)),)
+    return Decoded(half, sums, bias + float(sign << taken), float(1 << taken), merged=merged(code.bits, step))
 
 
 def looked_up(code: DType, half: Half, table: tuple[float, ...], step: int, register: int) -> Decoded:
@@ -191,8 +206,8 @@ def looked_up(code: DType, half: Half, table: tuple[float, ...], step: int, regi
         )
         pair = Sum(0, tuple(_moved(part, 0, 2 * part.width, 2 * part.low + 5) for part in parts))
         return Decoded(half, tuple(codes), 0.0, 1.0, table=table, pair=pair)
-    fields = tuple(_placed(part, part.low + 2) for part in _parts(code.bits, step, register))
-    return Decoded(half, (Sum(0, fields),), 0.0, 1.0, table=table)
+    sums = (Sum(0, (_placed(_part(code.bits, step, register), 2),)),)
+    return Decoded(half, sums, 0.0, 1.0, table=table, merged=merged(code.bits, step))
 
 
 def factor(code: DType, half: Half, r: int) -> float:
@@ -202,7 +217,7 @@ def factor(code: DType, half: Half, r: int) -> float:
 
 @dataclass(frozen=True)
 class _Part:
-    """A plane's field of a code: bits low .. low + width of it, from bit `offset` of both halves of a word."""
+    """Bits low .. low + width of a code, from bit `offset` of both halves of a word."""
 
     word: int
     offset: int
@@ -210,12 +225,28 @@ class _Part:
     width: int
 
 
-def _parts(bits: int, step: int, register: int) -> tuple[_Part, ...]:
-    found, first = [], 0
-    for low, width in planes(bits):
-        at = (4 * step + register) * width
-        found.append(_Part(first + at // 16, at % 16, low, width))
-        first += width
+def _part(bits: int, step: int, register: int) -> _Part:
+    """Where a code is: among the lane's words, or where these are planes, among those that a step has merged."""
+    at = (4 * step + register) * bits
+    if cell(bits) != bits:
+        at = register * cell(bits)
+    return _Part(at // 16, at % 16, 0, bits)
+
+
+def merged(bits: int, step: int) -> tuple[Merge, ...]:
+    """The words of cells of a step, one of 4 bits or two of 8; none where codes are stored whole."""
+    size = cell(bits)
+    if size == bits:
+        return ()
+    found = []
+    for at in range(step * size // 4, (step + 1) * size // 4):  # in the order of `fragment_codes`
+        fields, first = [], 0
+        for low, width in planes(bits):
+            word, inner = divmod(at, size // width)
+            mask = sum((1 << width) - 1 << low + start for start in range(0, 32, size))
+            fields.append(Field(first + word, inner * width - low, mask))
+            first += width
+        found.append(Merge(tuple(fields)))
     return tuple(found)
 
 
@@ -242,13 +273,11 @@ def _placed(part: _Part, position: int, low: int = 0, width: int | None = None) 
 
 def _shared_shift(code: DType, half: Half) -> int:
     """By how many bits the code of r = 1 may stay higher than that of r = 0: then both are taken by one shift."""
-    _, width = planes(code.bits)[0]
-    return width if width == code.bits and 2 * width <= half.mantissa else 0
+    return cell(code.bits) if cell(code.bits) + code.bits <= half.mantissa else 0
 
 
-def _two_nibbles(code: DType, half: Half, parts: tuple[_Part, ...]) -> Decoded:
+def _two_nibbles(code: DType, half: Half, part: _Part) -> Decoded:
     """An 8-bit integer as low + 16 high, each beside a power of two, which are taken off on the way."""
-    (part,) = parts
     sign = 8 if code.kind == "int" else 0
     low = Sum(half.power(half.mantissa), (_placed(part, 0, 0, 4),))
     high = Sum(half.power(half.mantissa + 4) ^ sign, (_placed(part, 0, 4, 4),))
@@ -256,20 +285,16 @@ def _two_nibbles(code: DType, half: Half, parts: tuple[_Part, ...]) -> Decoded:
     return Decoded(half, (low, high), 0.0, 1.0, added=-float(away))
 
 
-def _float(code: DType, half: Half, parts: tuple[_Part, ...]) -> Decoded:
+def _float(code: DType, half: Half, part: _Part) -> Decoded:
     """Exponent and mantissa side by side, so that the lowest bit of the exponent is in its place, and the sign on top."""
     magnitude, position = code.bits - code.signed, half.mantissa - code.mantissa
-    fields = []
-    for part in parts:
-        width = min(part.low + part.width, magnitude) - part.low
-        if width > 0:
-            fields.append(_placed(part, position + part.low, 0, width))
-        if code.signed and part.low + part.width > magnitude:
-            fields.append(_placed(part, 15, magnitude - part.low, 1))
-    merged: dict[tuple[int, int], int] = {}
-    for field in fields:
-        merged[field.word, field.shift] = merged.get((field.word, field.shift), 0) | field.mask
-    fields = [Field(*place, mask) for place, mask in merged.items()]
+    fields = [_placed(part, position, 0, magnitude)]
+    if code.signed:
+        sign = _placed(part, 15, magnitude, 1)
+        if sign.shift == fields[0].shift:  # as in e5m2 and f16
+            fields = [replace(sign, mask=sign.mask | fields[0].mask)]
+        else:
+            fields.append(sign)
     power = code.bias - half.exponent_bias
     scaled = -power if half.ptx == "bf16" else 0  # so small a number would be lost in a sum
     return Decoded(half, (Sum(0, tuple(fields)),), 0.0, 2.0 ** (power + scaled), scaled=scaled)
@@ -283,6 +308,19 @@ class Emitter:
         self.table, self.pairs, self.lane = table, pairs, lane
         self.other = T.alloc_local([1], "uint32") if ways.sums[1:] else [None]
         self.found = T.alloc_local([2], "float32") if ways.table else None
+
+    def whole(self, way: Decoded, words) -> list:
+        """The words that the step of a Decoded is about: the lane's, or what is put together from them."""
+        if not way.merged:
+            return words
+        found = T.alloc_local([len(way.merged)], "uint32")
+        for at, merge in enumerate(way.merged):
+            first, *rest = merge.fields
+            before, mask = _shifted(first, words), first.mask
+            for field in rest:  # (before & mask) | (field & ~mask): what then lies beside the code is never looked at
+                ptx("lop3.b32", found[at], before, T.uint32(mask), _shifted(field, words), 0xE2)
+                before, mask = found[at], mask | field.mask
+        return [found[at] for at in range(len(way.merged))]
 
     def halves(self, way: Decoded, words, out):
         """out = the pair of floats."""
@@ -384,12 +422,8 @@ def _bits_of(half: Half, value: float) -> int:
 
 def integer(code: DType, words, step: int, register: int, p: int):
     """Code p = 0, 1 of a register as an unsigned integer of its bits."""
-    number = None
-    for part in _parts(code.bits, step, register):
-        field = (words[part.word] >> T.uint32(part.offset + 16 * p)) & T.uint32((1 << part.width) - 1)
-        field = field << T.uint32(part.low) if part.low else field
-        number = field if number is None else number | field
-    return number
+    part = _part(code.bits, step, register)
+    return (words[part.word] >> T.uint32(part.offset + 16 * p)) & T.uint32((1 << part.width) - 1)
 
 
 def bits(half: Half, value: float) -> int:
