@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -259,10 +260,18 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
         parser.error("these sources are no git checkout; say with --commit what they are")
 
 
-def begin(args: argparse.Namespace) -> Run:
-    """The run; raises Error where it could not be measured or kept."""
-    if args.out:
-        results.writable(args.out)
-    if not torch.cuda.is_available():
-        raise Error("this needs a CUDA GPU, and torch sees none; `qdsl bench` measures on a CPU")
-    return Run(args, torch.device("cuda"))
+def main(args: argparse.Namespace, work: Callable[[Run], None]) -> int:
+    """The exit status of a run of some work, with what went wrong on stderr."""
+    try:
+        if args.out:
+            results.writable(args.out)
+        if not torch.cuda.is_available():
+            raise Error("this needs a CUDA GPU, and torch sees none; `qdsl bench` measures on a CPU")
+        run = Run(args, torch.device("cuda"))
+        work(run)
+    except Error as problem:
+        print(f"error: {problem}", file=sys.stderr)
+        return 1
+    if run.failed:
+        print("error: qdsl did not run, or gave a wrong output; see above", file=sys.stderr)
+    return int(run.failed)

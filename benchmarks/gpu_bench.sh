@@ -21,9 +21,12 @@ export QDSL_ARTIFACTS=$tuned
 python3 benchmarks/w4a16.py $peers $commit --out "$out/w4a16-h200.json" | tee "$out/w4a16.txt" | grep absent
 python3 benchmarks/w4a16.py $commit --sweep --out "$out/w4a16-sweep-h200.json" >"$out/sweep.txt" 2>&1
 python3 benchmarks/w4a16.py $commit --granularity --out "$out/w4a16-granularity-h200.json" >"$out/granularity.txt" 2>&1
+# shellcheck disable=SC2086
+python3 benchmarks/weight_only.py $peers $commit --out "$out/weight-only-h200.json" >"$out/weight_only.txt" 2>&1
 python3 benchmarks/host_cost.py >"$out/host_cost.txt" 2>&1
 
 sed -n '/cliffs/,$p' "$out/sweep.txt" | head -20
 grep missed "$out/granularity.txt" | head -20
 tail -4 "$out/host_cost.txt"
 python3 benchmarks/goals.py "$out/w4a16-h200.json" | grep -E "goals met|missed" | head -60
+python3 benchmarks/goals.py --weight-only "$out/weight-only-h200.json" | grep -E "goals met|\*\*" | head -60

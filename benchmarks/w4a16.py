@@ -11,7 +11,6 @@ every output is compared with float64 before it is timed (`qdsl.runtime.timing.m
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import pairwise
 
@@ -23,7 +22,6 @@ from peers import BF16, F16, Stored
 
 import qdsl
 from qdsl import results
-from qdsl.diagnostic import Error
 from qdsl.dtype import dtype
 from qdsl.results import Cell
 from qdsl.runtime.bench import declared_bytes
@@ -148,15 +146,7 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parsed(argv)
-    try:
-        run = beside.begin(args)
-        (granularities if args.granularity else side_by_side)(run)
-    except Error as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return 1
-    if run.failed:
-        print("error: qdsl did not run, or gave a wrong output; see above", file=sys.stderr)
-    return int(run.failed)
+    return beside.main(args, granularities if args.granularity else side_by_side)
 
 
 if __name__ == "__main__":

@@ -9,13 +9,12 @@ activations.  Every output is compared with float64 before it is timed (`qdsl.ru
 from __future__ import annotations
 
 import argparse
-import sys
 from collections.abc import Mapping, Sequence
 
 import beside
 import numpy as np
 import torch
-from beside import Problem
+from beside import Problem, Run
 from peers import Stored
 
 import qdsl
@@ -177,25 +176,20 @@ def chosen(names: str | None) -> list[Scheme]:
     return [qdsl.load(name, **params) for name, params in SCHEMES if wanted is None or name in wanted]
 
 
+def side_by_side(run: Run) -> None:
+    args = run.args
+    for k, n in args.shapes:
+        for scheme in chosen(args.schemes):
+            ours = beside.qdsl_with(scheme)
+            found = [ours, beside.dense_of(scheme, ours.dtype), *beside.peers_of(scheme, (ours.dtype,))]
+            found = beside.chosen(found, args.only)
+            missing = beside.missing_pack(found, args.peers)
+            print(f"\n{scheme.bound}", end="")
+            run.shape(found, random_problem(scheme, k, n, max(args.tokens), run.device), missing)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    args = parsed(argv)
-    try:
-        schemes = chosen(args.schemes)
-        run = beside.begin(args)
-        for k, n in args.shapes:
-            for scheme in schemes:
-                ours = beside.qdsl_with(scheme)
-                found = [ours, beside.dense_of(scheme, ours.dtype), *beside.peers_of(scheme, (ours.dtype,))]
-                found = beside.chosen(found, args.only)
-                missing = beside.missing_pack(found, args.peers)
-                print(f"\n{scheme.bound}", end="")
-                run.shape(found, random_problem(scheme, k, n, max(args.tokens), run.device), missing)
-    except Error as problem:
-        print(f"error: {problem}", file=sys.stderr)
-        return 1
-    if run.failed:
-        print("error: qdsl did not run, or gave a wrong output; see above", file=sys.stderr)
-    return int(run.failed)
+    return beside.main(parsed(argv), side_by_side)
 
 
 if __name__ == "__main__":

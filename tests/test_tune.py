@@ -5,20 +5,26 @@ from __future__ import annotations
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import qdsl
-from qdsl.artifact import MANIFEST, open_artifact, with_table
+from qdsl.artifact import MANIFEST, Artifact, open_artifact, with_table
 from qdsl.choice import TOKENS, Row, Table, at, fastest, tables_from_json
 from qdsl.cli import main
 from qdsl.codegen.cuda import model
 from qdsl.codegen.cuda.candidates import candidates
 from qdsl.codegen.cuda.weight import Weight
+from qdsl.codegen.plan import plan
 from qdsl.codegen.target import target
+from qdsl.diagnostic import Error
+from qdsl.manifest import Manifest, plain_params
 from qdsl.runtime import QuantLinear, tune
 from qdsl.runtime import artifact as artifact_module
+from qdsl.runtime.artifact import Kernel, cpu_levels
 
 WEIGHT = Weight("float16", 0, "u4", "float16", 128)
 
@@ -137,6 +143,31 @@ def test_a_wrong_variant_is_an_error_with_its_place(several, monkeypatch):
     monkeypatch.setattr(artifact_module.Kernel, "run_variant", wrong)
     with pytest.raises(qdsl.Error, match=r"awq4 for .*: variant two is wrong for K 192, N 48, M 16 \(1 of"):
         run(folder, (192, 48))
+
+
+@pytest.mark.parametrize("name", [name for name in qdsl.shipped() if not qdsl.load(name).activations])
+def test_random_weights_of_every_scheme_have_finite_answers(name):
+    """As kernels for sm_90a hold them, sorted by group or not: what a trial compares with is what its buffers say."""
+    scheme = qdsl.load(name)
+    planned = plan(scheme, target("cuda", "sm_90a"))
+    level = cpu_levels()[0]
+    manifest = Manifest(
+        scheme.name, scheme.text, plain_params(scheme), "cpu", {level: ""}, planned.buffers, {level: planned.variants},
+        {level: planned.table}, planned.offset, None, (), {}, {}, scheme.bound,
+    )  # fmt: skip
+    trial = tune.Trial(Kernel(Artifact(Path(), manifest), level, scheme), 200, 512, torch.device("cpu"))
+    trial._prepare(3)
+    assert np.isfinite(trial.right.y).all() and trial.right.y.any() and (np.abs(trial.right.y) < 65504).all()
+    codes = trial.patterns[scheme.code.name]
+    assert codes.shape == (len(trial.features), 512) and len(np.unique(codes)) > min(
+        200, (1 << scheme.code.dtype.bits) - 1
+    )
+
+
+def test_a_scheme_that_folds_features_takes_the_tables_of_its_weight(several):
+    scheme = qdsl.load(Path(__file__).parent / "schemes" / "gate_up.q")
+    with pytest.raises(Error, match="tune a scheme with that weight and a plain output"):
+        list(tune.tune([scheme], torch.device("cpu"), [(64, 64)], (1,)))
 
 
 def test_an_output_that_is_not_written_is_an_error(several, monkeypatch):
