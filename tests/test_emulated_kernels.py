@@ -182,7 +182,7 @@ def test_codes_on_sm_80(name, tmp_path):
 @NEEDS
 def test_kernels_of_every_kind(tmp_path):
     """Clusters, teams, persistent kernels with a last round in halves: on a GPU of 6 multiprocessors it is often short."""
-    worst = run("sm_90a", WEIGHTS["u4"], [*SHAPES, (70, 456, 264)], tmp_path, HOPPER)
+    worst = run("sm_90a", WEIGHTS["u4"], [*SHAPES, (70, 328, 136)], tmp_path, HOPPER)
     assert worst.keys() == set(HOPPER) and max(worst.values()) <= 1, worst
 
 

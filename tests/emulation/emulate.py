@@ -7,8 +7,12 @@ What `simt.h` does not know is an error here, not a guess.
 
 from __future__ import annotations
 
+import atexit
+import functools
 import re
+import shutil
 import subprocess
+import tempfile
 from pathlib import Path
 
 import tvm_ffi
@@ -136,17 +140,36 @@ def _instruction(asm: str) -> str:
     raise ValueError(f"tests/emulation does not know `{text}`")
 
 
-def _cuda_headers() -> list[str]:
-    """Where nvcc looks for the headers of CUDA, as it says itself."""
-    compiler = nvcc()
+@functools.cache
+def _gxx() -> list[str]:
+    """The compiler with all that sources and their headers need."""
+    compiler, ffi = nvcc(), Path(tvm_ffi.__file__).parent
     assert compiler is not None, "the headers of CUDA come with nvcc"
-    said = subprocess.run(
+    said = subprocess.run(  # where nvcc looks for them, as it says itself
         [compiler, "--dryrun", "-E", "-x", "cu", "/dev/null"], capture_output=True, text=True, check=True
     ).stderr
     top = re.search(r"#\$ TOP=(.*)", said)
     include = re.search(r'#\$ INCLUDES="(.*?)"', said)
     assert top and include, said
-    return include[1].replace("$(TOP)", top[1].strip()).split()
+    cuda = include[1].replace("$(TOP)", top[1].strip()).split()
+    return ["g++", "-O0", "-w", "-std=c++20", "-fPIC", "-fpermissive", f"-I{HERE}", *cuda, f"-I{ffi / 'include'}"]
+
+
+@functools.cache
+def _headers() -> Path:
+    """What every source includes first, compiled once: that takes longer than most sources."""
+    folder = tempfile.mkdtemp(prefix="qdsl-emulation-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    header = Path(folder) / "headers.h"
+    header.write_text('#include "simt.h"\n#include <tvm/ffi/function.h>\n')
+    _compiled([*_gxx(), "-x", "c++-header", str(header), "-o", f"{header}.gch"])
+    return header
+
+
+def _compiled(command: list[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(done.stderr[:4000])
 
 
 def library(source: str, folder: Path):
@@ -156,11 +179,8 @@ def library(source: str, folder: Path):
 
 def built(source: str, found: Path) -> Path:
     """The library of a generated file."""
-    ffi, path = Path(tvm_ffi.__file__).parent, found.with_suffix(".cpp")
+    path, libraries = found.with_suffix(".cpp"), Path(tvm_ffi.__file__).parent / "lib"
     path.write_text(rewritten(source))
-    command = ["g++", "-O0", "-w", "-std=c++20", "-shared", "-fPIC", "-fpermissive", f"-I{HERE}", *_cuda_headers(),
-               f"-I{ffi / 'include'}", f"-L{ffi / 'lib'}", "-ltvm_ffi", str(path), "-o", str(found)]  # fmt: skip
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(done.stderr[:4000])
+    link = ["-shared", f"-L{libraries}", "-ltvm_ffi", str(path), "-o", str(found)]
+    _compiled([*_gxx(), "-include", str(_headers()), *link])
     return found
