@@ -199,7 +199,7 @@ def marlin(given: Stored, dtype: torch.dtype) -> Call:
         else:
             halves = (scales.half() * 2**7).view(torch.int16) << 1
             scales = halves.view(torch.float8_e4m3fn)[:, 1::2].contiguous()
-            total = torch.tensor([given.factor * 2.0 ** (bias - 7)], device=scales.device).to(dtype)
+            total = torch.tensor([given.factor * 2.0 ** (bias - 7)], device=scales.device)
     every = rotated(given, words, scales, *(() if zeros is None else (zeros,)))
     processors = torch.cuda.get_device_properties(words.device).multi_processor_count
     locks = torch.zeros(4 * processors, dtype=torch.int32, device=words.device)
