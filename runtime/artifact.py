@@ -222,8 +222,10 @@ class Kernel:
         same = hashlib.sha256(f"{m.digest} {m.tables[arch]}".encode()).hexdigest()  # a table may change: `qdsl tune`
         self.key = f"{m.scheme} {arch} {same[:16]}{' batch-invariant' if batch_invariant else ''}"
         known = {b.tensor for b in m.buffers}
-        self.names = tuple(t.name for t in scheme.tensors if t.loaded and t.name in known) + (
-            (SOURCE,) if m.order else ()
+        self.ordered = m.order is not None
+        self.names = (
+            *(t.name for t in scheme.tensors if t.loaded and t.name in known),
+            *((SOURCE,) if self.ordered else ()),
         )
         steps = [step for variant in m.variants[arch] for step in variant.steps]
         used = {arg for step in steps for arg in step.args}
@@ -264,19 +266,15 @@ class Kernel:
         shape = y.shape[1], k
         limits, variants = self._by_shape.get(shape) or self._chosen(shape)
         pool = [x, *buffers, y]
-        if self.computed:
-            pool += self._allocate(x, y.shape[1])
-        if self.names[-1] == SOURCE:
-            pool.append(x.new_empty((m, buffers[-1].shape[0])))
+        if self.computed or self.ordered:
+            pool += self._allocate(x, buffers, y.shape[1])
         for call in variants[bisect_left(limits, m)]:
             call.function(*call.gather(pool))
 
     def run_variant(self, name: str, x: torch.Tensor, buffers: Sequence[torch.Tensor], y: torch.Tensor) -> None:
         """The same with a variant of one's own choice, which must be right for k."""
         self.load()
-        pool = [x, *buffers, y, *self._allocate(x, y.shape[1])]
-        if self.names[-1] == SOURCE:
-            pool.append(x.new_empty((x.shape[0], buffers[-1].shape[0])))
+        pool = [x, *buffers, y, *self._allocate(x, buffers, y.shape[1])]
         for call in self._variants[name]:
             call.function(*call.gather(pool))
 
@@ -299,8 +297,8 @@ class Kernel:
         self._by_shape[shape] = ends, [self._variants[name] for _, name in limits]
         return self._by_shape[shape]
 
-    def _allocate(self, x: torch.Tensor, n: int) -> list[torch.Tensor]:
-        """Room for what the steps compute between them: codes and scales of the activations."""
+    def _allocate(self, x: torch.Tensor, buffers: Sequence[torch.Tensor], n: int) -> list[torch.Tensor]:
+        """Room for what the steps compute between them: codes and scales of the activations, and x in another order."""
         m, k = x.shape
         template = self._templates.get((n, k))
         if template is None:
@@ -317,6 +315,8 @@ class Kernel:
         result = []
         for shape, at, kind in template:
             result.append(x.new_empty([m if i == at else size for i, size in enumerate(shape)], dtype=kind))
+        if self.ordered:
+            result.append(x.new_empty((m, buffers[-1].shape[0])))
         return result
 
 
