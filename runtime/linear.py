@@ -227,6 +227,9 @@ class QuantLinear(nn.Module):
                 self._derived_names.add(names[-1])
         self._operands[kind] = tuple(names)
         self._keys[kind] = kernel.key
+        if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
+            # Kernels read weights while the kernel before them may still run (`codegen.cuda.overlap`).
+            torch.cuda.current_stream(self.device).synchronize()
 
     def _source(self, order: Order) -> torch.Tensor:
         """Of every input in the order of the kernels, where x has it."""

@@ -194,6 +194,13 @@ def test_teams_of_persistent_kernels_go_on_around_the_ring(tmp_path):
 
 
 @NEEDS
+def test_rings_that_codes_are_asked_for_ahead_and_go_around(tmp_path):
+    """More stages than slots, with few CTAs, which wait for all before them, and with many, which only wait for x."""
+    worst = run("sm_90a", WEIGHTS["u4"], [(3, 72, 2200), (20, 72, 2200)], tmp_path, ("t8", "t16_split"))
+    assert len(worst) == 2 and max(worst.values()) <= 1, worst
+
+
+@NEEDS
 def test_gate_and_up_through_every_way_to_store(tmp_path):
     """Two rows of a fragment make one feature of y: the sums of a warp, of teams, of clusters, and of warpgroups."""
     names = ("t8", "t16_split", "w32_narrow", "w64_tail", "w152", "w256_tail", "w128_split")

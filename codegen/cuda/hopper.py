@@ -30,7 +30,7 @@ from qdsl.codegen.cuda.builder import assign, ceildiv, ptx, register, when
 from qdsl.codegen.cuda.host import MULTIPROCESSORS
 from qdsl.codegen.cuda.kernel import Cut, Kernel
 from qdsl.codegen.cuda.reduce import Epilogue, reduce, store_partials
-from qdsl.codegen.cuda.ring import Cursor, Ring
+from qdsl.codegen.cuda.ring import Boxes, Cursor, Ring
 from qdsl.codegen.cuda.stage import Stage
 from qdsl.codegen.cuda.weight import Weight
 
@@ -58,7 +58,7 @@ def lower(
         T.func_attr({"global_symbol": name, "tirx.noalias": True})
         own, others = mma.declare(weight, parts, extra, weight.compute)
         maps, sms = ring.tensor_maps(own, weight, tile), tirx.Var("sms", "int32")
-        if tile.persistent:
+        if tile.persistent or tile.early:
             T.Bind(tirx.call_extern("int32", MULTIPROCESSORS), var=sms)
         T.device_entry()
         with T.attr({"tirx.launch_bounds_min_blocks_per_sm": tile.resident}):
@@ -71,15 +71,21 @@ def lower(
             if weight.table:
                 with when(k.thread < tile.consumers):
                     k.store_table(tile.consumers)
-            overlap.wait()
+            if not tile.early:
+                overlap.wait()
+                overlap.let_in()
             with T.If(k.thread >= tile.consumers):
                 with T.Then():
                     if tile.registers:
                         ptx("setmaxnreg.dec.sync.aligned.u32", tile.registers[1])
                     with when(k.thread // 32 == tile.consumers // 32), when(T.cuda.elect_sync()):
-                        cursor = Cursor(tile.stages, T.int32(0), 1)
+                        boxes = Boxes(k, stages, maps)
                         with walk.each() as part:
-                            ring.fill_boxes(part, stages, maps, cursor, *_stages_of(part))
+                            begin, end = _stages_of(part)
+                            if tile.early:
+                                useful = _early(walk, begin, end, sms * _residents(weight, tile))
+                                begin = boxes.fill_first(part, begin, end, useful, overlap.wait)
+                            boxes.fill(part, begin, end)
                     if weight.grouped:
                         warp = k.thread // 32 - (tile.consumers // 32 + 1)
                         with when(tirx.all(warp >= 0, warp < tile.fill_warps)):
@@ -91,11 +97,30 @@ def lower(
                         ptx("setmaxnreg.inc.sync.aligned.u32", tile.registers[0])
                     if weight.table:
                         ptx("bar.sync", T.uint32(1), T.uint32(tile.consumers))  # all of it is there
+                    if tile.early:
+                        overlap.wait()
+                        overlap.let_in()
                     consumer = tile.consumer(k, stages)
                     with walk.each() as part:
                         summed = consumer.multiply(*_stages_of(part))
                         _store(part, consumer.acc, summed, epilogue, others, own["y"])
     return builder.get()
+
+
+def _early(walk: _Parts, begin, end, places):
+    """Whether the ring is filled with codes while the predecessor still runs.
+
+    places  CTAs that the GPU holds at once
+
+    If all of a share fits into the ring; or if CTAs come in as the predecessor's leave, and memory has nothing else to
+    do. CTAs that have been there from the beginning would only take bandwidth from it.
+    """
+    return tirx.any(end - begin <= walk.k.tile.stages, walk.ctas * 2 > places)
+
+
+def _residents(weight: Weight, tile: Cut) -> int:
+    """CTAs that an SM holds at once."""
+    return min(tile.resident, SM_SHARED // (pool_bytes(weight, tile) + RESERVED))
 
 
 def _store(k: Kernel, acc, summed, epilogue: Epilogue, buffers, y):

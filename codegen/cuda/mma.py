@@ -105,6 +105,7 @@ def lower(
                 T.evaluate(T.cuda.cta_sync())
             if overlapped:
                 overlap.wait()
+                overlap.let_in()
             store_partials(k, _main_loop(k))
             reduce(k, tile.cluster, epilogue, others, own["y"])
     return builder.get()

@@ -134,25 +134,56 @@ def fetch(maps):
         ptx("prefetch.tensormap", T.address_of(tensor_map))
 
 
-def fill_boxes(k: Kernel, ring: Ring, maps, cursor: Cursor, begin, end):
-    """One lane, elected: the boxes of q and x of stages begin .. end of a part.
+class Boxes:
+    """The requests of one lane, elected: the boxes of q and x.
 
     What a lane does alone needs no loop over the lanes, which ptxas puts around each request otherwise.
     """
-    tile, q, x = k.tile, T.address_of(maps["q"]), T.address_of(maps["x"])
-    hint, policy = (".L2::cache_hint", [evict_first()]) if tile.tokens <= READ_ONCE else ("", [])
-    load = "cp.async.bulk.tensor.{}d.shared::cluster.global.mbarrier::complete_tx::bytes"
-    rows = tirx.min(k.M, tile.tokens)
-    box = T.cast(tile.slice * (tile.features // 16 * 128 * k.weight.code.bits + rows * ROW), "uint32")
-    with T.serial(begin, end, unroll=False) as i:
-        slot, first = cursor.slot, i * tile.slice
-        T.evaluate(T.cuda.mbarrier_wait(ring.empty(slot), cursor.phase))
-        full = ring.full(slot)
-        ptx("mbarrier.arrive.expect_tx.shared.b64", full, box)
-        ptx(load.format(3) + hint, ring.views["q"].ptr(slot, 0, 0, 0, 0), q, 0, first, k.o0, full, *policy)
-        for t in range(tile.slice if tile.tokens > 1 else 1):
-            ptx(load.format(2), ring.views["x"].ptr(slot, t, 0, 0), x, (first + t) * 64, k.m0, full)
-        cursor.advance()
+
+    def __init__(self, k: Kernel, ring: Ring, maps):
+        self.ring, self.cursor = ring, Cursor(k.tile.stages, T.int32(0), 1)
+        self.q, self.x = T.address_of(maps["q"]), T.address_of(maps["x"])
+        read_once = k.tile.tokens <= READ_ONCE
+        self.load = "cp.async.bulk.tensor.{}d.shared::cluster.global.mbarrier::complete_tx::bytes"
+        self.hint, self.policy = (".L2::cache_hint", [evict_first()]) if read_once else ("", [])
+        rows = tirx.min(k.M, k.tile.tokens) * k.tile.slice
+        self.bytes = T.cast(k.tile.slice * (k.tile.features // 16 * 128 * k.weight.code.bits) + rows * ROW, "uint32")
+
+    def fill_first(self, k: Kernel, begin, end, early, wait):
+        """As many of stages begin .. end as the ring has room for, which is empty; none unless `early`. -> the next stage.
+
+        wait  for x: codes are asked for before
+        """
+        count = register("int32", T.if_then_else(early, tirx.min(end - begin, k.tile.stages), T.int32(0)))
+        with T.serial(0, count[0], unroll=False) as i:
+            self._codes(k, i, begin + i)
+        wait()
+        with T.serial(0, count[0], unroll=False) as i:
+            self._tokens(k, self.cursor.slot, begin + i)
+            self.cursor.advance()
+        return begin + count[0]
+
+    def fill(self, k: Kernel, begin, end):
+        """Stages begin .. end of a part."""
+        with T.serial(begin, end, unroll=False) as i:
+            slot = self.cursor.slot
+            T.evaluate(T.cuda.mbarrier_wait(self.ring.empty(slot), self.cursor.phase))
+            self._codes(k, slot, i)
+            self._tokens(k, slot, i)
+            self.cursor.advance()
+
+    def _codes(self, k: Kernel, slot, i):
+        """Those of stage i into an empty slot, and how many bytes it gets in all."""
+        full, load = self.ring.full(slot), self.load.format(3) + self.hint
+        ptx("mbarrier.arrive.expect_tx.shared.b64", full, self.bytes)
+        target = self.ring.views["q"].ptr(slot, 0, 0, 0, 0)
+        ptx(load, target, self.q, 0, i * k.tile.slice, k.o0, full, *self.policy)
+
+    def _tokens(self, k: Kernel, slot, i):
+        """x of stage i."""
+        for t in range(k.tile.slice if k.tile.tokens > 1 else 1):
+            target, full = self.ring.views["x"].ptr(slot, t, 0, 0), self.ring.full(slot)
+            ptx(self.load.format(2), target, self.x, (i * k.tile.slice + t) * 64, k.m0, full)
 
 
 def fill_groups(k: Kernel, ring: Ring, cursor: Cursor, warp, begin, end):
