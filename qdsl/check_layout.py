@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from qdsl import syntax as ast
@@ -250,10 +250,10 @@ class _Digits:
             if d.name in seen:
                 self.reports.fail("digit-twice", f"digit `{d.name}` is split off twice", d.span, "choose another name")
             seen[d.name] = d
-        dims = tuple(tuple(Digit(d.name, self._digit_extent(d)) for d in dim) for dim in x.logical)
         axes = tuple(self._axis(a, seen) for a in store.axes or ())
         self._check_use(x, store, seen, axes)
         orders = {lane.name: len(lane.order) for a in axes for r in a.runs for lane in r.lanes if lane.order}
+        dims = tuple(self._dim(dim, i, orders) for dim, i in zip(x.logical, index, strict=True))
         extents = {d.name: d.extent or orders.get(d.name) for dim in dims for d in dim}
         for dim, refs in zip(dims, x.logical, strict=True):
             unknown = [r for d, r in zip(dim, refs, strict=True) if extents[d.name] is None]
@@ -270,6 +270,19 @@ class _Digits:
         layout = Layout(dims, axes, tensor.dtype.bits, stored.bits)
         self._check_runs(store, layout, extents, stored)
         return layout
+
+    def _dim(self, refs: Sequence[ast.DigitRef], index: Index, orders: Mapping[str, int]) -> tuple[Digit, ...]:
+        """The digits of one index. With groups of all of k, `(g j:group)` has one g, and j is all of it."""
+        all_of_k = {d.name for d in refs if index == Var("k") and self._is_all_of_k(d)}
+        found = []
+        for d in refs:
+            extent = None if d.name in all_of_k else self._digit_extent(d)
+            one = all_of_k and d.name not in all_of_k and d.name not in orders and extent is None
+            found.append(Digit(d.name, 1 if one else extent))
+        return tuple(found)
+
+    def _is_all_of_k(self, d: ast.DigitRef) -> bool:
+        return isinstance(d.extent, str) and self.names.params.get(d.extent) == "k"
 
     def _digit_extent(self, d: ast.DigitRef) -> int | None:
         """A digit's extent as written, a size parameter bound; None where it is left open."""

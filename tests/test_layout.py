@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import packers
+import qdsl
 from qdsl.check import check
 from qdsl.diagnostic import Source
 from qdsl.layout import Axis, Digit, Lane, Layout, Repack, Run, plain
@@ -266,3 +267,14 @@ def test_a_layout_prints_as_its_line():
     layout = line("code q[n, k] : u4", binding)
     left, right = "[(o r:2 c:8), (i s:4 h:2 t:4 p:2)]", "[o, i, c t, s {p h r}]"
     assert str(layout) == f"{left} = {right} : 4-bit elements in 32-bit words"
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+def test_groups_of_all_of_k_are_one(bits):
+    """`(g j:group)` with `group=k`: one g, and a j for every input."""
+    scheme = qdsl.load("hqq", bits=bits, group="k")
+    (binding,) = (b for b in scheme.layouts["hqq"].bindings if b.tensor == "q")
+    codes = np.random.default_rng(bits).integers(0, 1 << bits, (32, 72)).astype(np.uint8)
+    assert str(binding.layout.dims[1][0]) == "g:1"
+    assert binding.layout.stored_shape(codes.shape) == (32 * bits // 8, 72)
+    assert np.array_equal(binding.layout.unpack(binding.layout.pack(codes), codes.shape), codes)

@@ -266,10 +266,14 @@ def fitted(weight: Weight, tile: Cut) -> Cut | None:
     """The tile with as many stages as fit into shared memory: wide codes, scales and zeros of small groups take more of it.
 
     At the least two for each team, even if an SM then holds fewer CTAs than the tile was made for; None if not even those.
+    Where there would be no more than two, stages are half as long: of two, one is being multiplied while the other is
+    filled, and nothing is on its way when that takes longer.
     """
-    most = min(SHARED, SM_SHARED // tile.resident - RESERVED)
+    most, halved = min(SHARED, SM_SHARED // tile.resident - RESERVED), tile.halved
     while pool_bytes(weight, tile) > most and tile.stages > 2 * tile.teams:
         tile = replace(tile, stages=tile.stages - tile.teams)
+        if halved and tile.stages == 2 * tile.teams:
+            return fitted(weight, halved)
     return tile if pool_bytes(weight, tile) <= SHARED else None
 
 

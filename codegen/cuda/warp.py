@@ -62,6 +62,7 @@ class WarpTile:
     converts_fp8 = True  # in hardware, since sm_89
     looks_up_pairs = True
     direct = persistent = tail = False
+    halved = None
     early = True  # codes are asked for while the kernel before still runs
 
     def __post_init__(self):

@@ -14,7 +14,7 @@ of two blocks each:
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm.tirx.script import builder as T
 
@@ -108,6 +108,13 @@ class WarpgroupTile:
     def direct(self) -> bool:
         """One warpgroup has all of a sum: it goes to y without the detour through partial sums."""
         return self.split == self.teams == 1
+
+    @property
+    def halved(self) -> WarpgroupTile | None:
+        """The same with stages half as long, and twice as many of them; None: there are no shorter ones."""
+        if self.slice == 1:
+            return None
+        return replace(self, slice=self.slice // 2, stages=2 * self.stages, batch=min(self.batch, self.slice))
 
     @property
     def features(self) -> int:
