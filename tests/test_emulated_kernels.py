@@ -16,7 +16,7 @@ import torch
 import qdsl
 from qdsl import reference
 from qdsl.cache import nvcc
-from qdsl.codegen.cuda import host, main_loop
+from qdsl.codegen.cuda import hopper, host, main_loop, wgmma
 from qdsl.codegen.cuda.candidates import candidates
 from qdsl.codegen.cuda.weight import NIBBLES, Shared, Weight
 from qdsl.codegen.plan import fragment_codes, plan
@@ -197,6 +197,15 @@ def test_teams_of_persistent_kernels_go_on_around_the_ring(tmp_path):
 def test_rings_that_codes_are_asked_for_ahead_and_go_around(tmp_path):
     """More stages than slots, with few CTAs, which wait for all before them, and with many, which only wait for x."""
     worst = run("sm_90a", WEIGHTS["u4"], [(3, 72, 2200), (20, 72, 2200)], tmp_path, ("t8", "t16_split"))
+    assert len(worst) == 2 and max(worst.values()) <= 1, worst
+
+
+@NEEDS
+def test_stages_half_as_long_where_two_would_fill_the_ring(tmp_path):
+    weight = WEIGHTS["u8"]
+    (tile,) = (t for t in wgmma.tiles() if t.name == "w256_tail")
+    assert (tile.slice, hopper.fitted(weight, tile).slice, hopper.fitted(weight, tile).stages) == (2, 1, 5)
+    worst = run("sm_90a", weight, [(20, 72, 520), (260, 72, 136)], tmp_path, ("w256", "w256_tail"))
     assert len(worst) == 2 and max(worst.values()) <= 1, worst
 
 
