@@ -122,7 +122,7 @@ def plan(scheme: Scheme, target: Target) -> Plan:
     buffers = tuple(_buffer(t, scheme, target, loop) for t in scheme.tensors if t.loaded)
     loaded = [b.tensor for b in buffers]
     computed = [t for t in activation.operand.tensors if not t.loaded] if activation else []
-    quantize = tuple(Step(f"quantize_{t.name}", quantize_args(scheme, t)) for t in computed)
+    quantize = _quantize(scheme, target, computed)
     if loop is not None:
         variants, table = _main_loop_variants(scheme, target, loop)
     else:
@@ -134,6 +134,17 @@ def plan(scheme: Scheme, target: Target) -> Plan:
     notes += _unused_hints(scheme, target)
     return Plan(scheme, target, weight, x_split, multiply, compute.accumulator, step, loop, buffers, variants, table, offset,
                 _max_k(scheme, weight, x_split), notes)  # fmt: skip
+
+
+def _quantize(scheme: Scheme, target: Target, computed: Sequence[Tensor]) -> tuple[Step, ...]:
+    """The steps that compute the activations: one, where a kernel can compute all of them at once."""
+    if target.kind == "cuda":
+        from qdsl.codegen.cuda import quantize
+
+        if computed and quantize.supported(scheme):
+            loaded = [t.name for t in scheme.activation().operand.loaded]
+            return (Step("quantize", ("x", *loaded, *(t.name for t in computed))),)
+    return tuple(Step(f"quantize_{t.name}", quantize_args(scheme, t)) for t in computed)
 
 
 def quantize_args(scheme: Scheme, tensor: Tensor) -> tuple[str, ...]:

@@ -34,7 +34,7 @@ ROWS = 4  # tokens that share a decoded weight
 def lower(plan: Plan) -> dict[str, tirx.PrimFunc]:
     """One PrimFunc for each step of the portable variant."""
     steps = {s.function: s.args for v in plan.variants for s in v.steps}
-    return {**quantize.lower(plan), "linear": _linear(plan, steps["linear"])}
+    return {**quantize.lower(plan, steps), "linear": _linear(plan, steps["linear"])}
 
 
 @dataclass

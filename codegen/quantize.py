@@ -19,8 +19,15 @@ from qdsl.expr import REDUCTIONS, Call, Expr, Ref, walk
 from qdsl.scheme import Group, Index, Tensor, Var
 
 
-def lower(plan: Plan) -> dict[str, tirx.PrimFunc]:
-    """`quantize_NAME` for every computed tensor, in declared order."""
+def lower(plan: Plan, steps: Mapping[str, tuple[str, ...]]) -> dict[str, tirx.PrimFunc]:
+    """`quantize_NAME` for every computed tensor, in declared order; or `quantize` for all, where the plan has that step.
+
+    steps  the arguments of the plan's functions
+    """
+    if "quantize" in steps:
+        from qdsl.codegen.cuda import quantize
+
+        return {"quantize": quantize.lower(plan, steps["quantize"])}
     activation = plan.scheme.activation()
     computed = [t for t in activation.operand.tensors if not t.loaded] if activation else []
     return {f"quantize_{t.name}": _quantize(plan, t) for t in computed}

@@ -74,6 +74,11 @@ class Target:
         """Kernels may start before their predecessors have ended (`qdsl.codegen.cuda.overlap`)."""
         return self.kind == "cuda" and int(self.arch[3:].rstrip("a")) >= 90
 
+    @property
+    def converts_fp8(self) -> bool:
+        """Numbers become e4m3 and e5m2 in hardware."""
+        return self.kind == "cuda" and int(self.arch[3:].rstrip("a")) >= 89
+
     def __str__(self) -> str:
         return f"{self.kind} {self.arch}"
 

@@ -166,7 +166,7 @@ def test_tables_are_of_what_makes_kernels_differ_in_speed():
 def test_the_plan_prints_every_decision():
     text = str(plan(qdsl.load("fp8_block"), SM80))
     for part in ("core q", "promote s", "promote t", "every 128 inputs", "note[widened]: the portable loop nest for cuda sm_80 has no e4m3 multiply",
-                 "quantize_t(x, t)", "quantize_a(x, t, a)", "linear(t, a, q, s, b, y)"):  # fmt: skip
+                 "quantize(x, t, a)", "linear(t, a, q, s, b, y)"):  # fmt: skip
         assert part in text, text
 
 

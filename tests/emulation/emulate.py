@@ -30,6 +30,7 @@ PRELUDE = """\
 #define __syncwarp() simt::sync_warp()
 #define __shfl_sync(mask, value, source, width) simt::shuffle(value, source)
 #define __cvta_generic_to_shared(p) simt::shared_address(p)
+#define __int_as_float(bits) std::bit_cast<float>(int(bits))
 #undef __launch_bounds__
 #define __launch_bounds__(...)
 #undef __grid_constant__
@@ -79,6 +80,9 @@ _INSTRUCTIONS: list[tuple[str, str]] = [
      "float* d[] = {{&{0}, &{1}, &{2}, &{3}}}; uint32_t a[] = {{{4}, {5}, {6}, {7}}}, b[] = {{{8}, {9}}}; "
      "float c[] = {{{10}, {11}, {12}, {13}}}; simt::mma(BF(\\1), d, a, b, c)"),
     (r"shfl\.sync\.idx\.b32 .*", "{0} = simt::shuffle({1}, {2})"),
+    (r"shfl\.sync\.bfly\.b32 .*", "{0} = simt::shuffle({1}, simt::now->lane() ^ {2})"),
+    (r"(max|min)\.NaN\.f32 .*", "{0} = isnan({1}) || isnan({2}) ? NAN : f\\1f({1}, {2})"),
+    (r"cvt\.rn\.satfinite\.(e4m3|e5m2)x2\.f32 .*", "{0} = simt::small_\\1({1}) << 8 | simt::small_\\1({2})"),
     (r"bar\.sync %0, %1", "simt::barrier({0}, {1})"),
     (r"barrier\.cluster\.arrive\.release\.aligned", "simt::cluster_arrive()"),
     (r"barrier\.cluster\.wait\.acquire\.aligned", "simt::cluster_wait()"),
@@ -105,9 +109,8 @@ def rewritten(source: str) -> str:
             r'asm volatile\(\s*"\{\\n"(?:(?!;\n}).)*?' + re.escape(name) + r".*?\);", call, source, flags=re.S
         )
     source = re.sub(r"asm(?: volatile)?\((.*?)\);\n", lambda m: f"{{ {_instruction(m[1])}; }}\n", source, flags=re.S)
-    source = source.replace(
-        "extern __shared__ __align__(64) uchar _ptr[];", "uchar* _ptr = (uchar*)simt::shared_memory();"
-    )
+    shared = r"extern __shared__ __align__\(64\) uchar (\w+)\[\];"
+    source = re.sub(shared, r"uchar* \1 = (uchar*)simt::shared_memory();", source)
     source = source.replace(".device.device_type) == 2)", ".device.device_type) == 1)")
     launch = r"return cudaLaunchKernelEx\(\S+, kernel, \(\(Params\)args\)\.\.\.\);"
     source = re.sub(launch, "return simt::launch(config, [=] { kernel(((Params)args)...); });", source)

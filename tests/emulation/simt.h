@@ -4,6 +4,7 @@
 // warpgroup are computed when the last of its threads has come. Asynchronous copies are done at once, so a missing wait does
 // not show; a wrong address, layout, count of bytes or phase does. Shared memory begins as NaN.
 #pragma once
+#include <bit>
 #include <cuda.h>
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -294,6 +295,17 @@ inline uint32_t halves_e4m3(uint16_t pair) {
   }
   return pack(values[1], values[0], false);
 }
+
+// The nearest finite number of a sign, an exponent with this bias, and a mantissa of so many bits; ties to even.
+inline uint16_t small(float value, int mantissa, int bias, float largest) {
+  if (std::isnan(value)) return 0x7F;
+  float size = std::min(std::fabs(value), largest);
+  int exponent = size ? std::max(std::ilogb(size), 1 - bias) : 1 - bias;
+  int code = std::nearbyint(std::ldexp(size, mantissa - exponent));  // carries into the exponent
+  return (std::signbit(value) << 7) | (code + (exponent + bias - 1 << mantissa));
+}
+inline uint16_t small_e4m3(float value) { return small(value, 3, 7, 448); }
+inline uint16_t small_e5m2(float value) { return small(value, 2, 15, 57344); }
 
 // ---- a warp at once -----------------------------------------------------------------------------------------------
 inline void sync_warp() { meet(now->warp().meeting, 32, [] {}); }
