@@ -10,6 +10,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
+from qdsl.codegen.cuda import overlap
 from qdsl.codegen.plan import Plan
 from qdsl.codegen.tir import decode, dtype_of, i64, load, storage
 from qdsl.scheme import Extent, Gather, Group, Index, Tensor, Var
@@ -143,6 +144,9 @@ def each(plan: Plan, count: tirx.Expr) -> Iterator[tirx.Expr]:
     T.device_entry()
     block = T.cta_id([T.cast(T.truncdiv(count + i64(THREADS - 1), i64(THREADS)), "int32")])
     thread = T.thread_id([THREADS])
+    if plan.overlapped:
+        overlap.wait()
+        overlap.let_in()
     i = T.cast(block, "int64") * i64(THREADS) + T.cast(thread, "int64")
     with T.If(i < count), T.Then():
         yield i

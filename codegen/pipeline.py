@@ -44,8 +44,7 @@ def emit(scheme: Scheme, kind: str, arch: str, stage: str) -> str:
 
 
 def _cuda_source(planned: Plan, functions: dict[str, tirx.PrimFunc]) -> str:
-    overlapped = planned.main_loop is not None and planned.target.dependent_launch
-    return host.emit(functions, planned.target, overlapped)
+    return host.emit(functions, planned.target, planned.overlapped)
 
 
 def compile_into(

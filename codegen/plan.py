@@ -25,6 +25,7 @@ from qdsl.split import Split, split
 
 if TYPE_CHECKING:
     from qdsl.codegen.cuda.weight import Weight
+    from qdsl.codegen.cuda.wgmma_bytes import ByteWeight
 
 VECTOR = 16  # output features in one CPU vector, or neighbouring threads of a SIMT kernel
 
@@ -43,6 +44,7 @@ class MainLoop:
     subtract: bool = False  # it is taken off
     order: Order | None = None  # the order of the inputs, if not their own
     parts: int = 1  # of the features, if the output has one for each of several
+    activation: str | None = None  # the codes that x is quantized to, which are multiplied instead of x
 
     @property
     def grouped(self) -> tuple[str, ...]:
@@ -63,6 +65,8 @@ class MainLoop:
         core = f"({self.code} - {zero})" if zero else f"table[{self.code}]" if self.table else self.code
         core += f" * {self.scale}" if self.scale else ""
         core += f" {'-' if self.subtract else '+'} {self.offset}" if self.offset else ""
+        if self.activation:
+            return f"tensor cores: {self.activation} by {core}"
         about = ["one group along k" if self.group is None else f"groups of {self.group} along k"]
         about += [str(self.order)] if self.order else []
         about += [f"{self.parts} features of the weight for one of y"] if self.parts > 1 else []
@@ -88,6 +92,11 @@ class Plan:
 
     def buffer(self, name: str) -> Buffer:
         return next(b for b in self.buffers if b.tensor == name)
+
+    @property
+    def overlapped(self) -> bool:
+        """Whether kernels are launched before their predecessors have ended, and wait for them (`cuda.overlap`)."""
+        return self.main_loop is not None and self.target.dependent_launch
 
     def __str__(self) -> str:
         compute = self.scheme.compute
@@ -116,20 +125,20 @@ def plan(scheme: Scheme, target: Target) -> Plan:
     weight = split(scheme.weight, compute.operand, "w")
     x_split = split(activation.operand, compute.operand, "x") if activation else _identity(compute.operand)
     assert isinstance(weight, Split) and isinstance(x_split, Split), "checked schemes split"
-    loop = _main_loop(scheme, weight, target)
+    loop = _byte_loop(scheme, weight, x_split, target) if activation else _main_loop(scheme, weight, target)
     multiply, notes = _multiply(scheme, target) if loop is None else (compute.operand, ())
     step = _step(scheme, weight, x_split)
     buffers = tuple(_buffer(t, scheme, target, loop) for t in scheme.tensors if t.loaded)
     loaded = [b.tensor for b in buffers]
     computed = [t for t in activation.operand.tensors if not t.loaded] if activation else []
     quantize = _quantize(scheme, target, computed)
+    given = (*(["x"] if "x" in names(x_split.core) else []), *(t.name for t in computed))
+    portable = Step("linear", (*given, *loaded, "y"))
     if loop is not None:
-        variants, table = _main_loop_variants(scheme, target, loop)
+        variants, table = _main_loop_variants(scheme, target, loop, (*quantize, portable) if activation else ())
     else:
-        given = (*(["x"] if "x" in names(x_split.core) else []), *(t.name for t in computed))
         # One thread sums a number of y by rising k, however many rows there are: the order never depends on m.
-        variants = (Variant("portable", (*quantize, Step("linear", (*given, *loaded, "y"))), order="by rising k"),)
-        table = only("portable")
+        variants, table = (Variant("portable", (*quantize, portable), order="by rising k"),), only("portable")
     offset = 0.0 if loop is None else _weight(scheme, loop).excess
     notes += _unused_hints(scheme, target)
     return Plan(scheme, target, weight, x_split, multiply, compute.accumulator, step, loop, buffers, variants, table, offset,
@@ -214,7 +223,8 @@ def _max_k(scheme: Scheme, weight: Split, activation: Split) -> int | None:
     accumulate = scheme.compute.accumulator
     if accumulate.is_float:
         return None
-    largest = weight.range.size * activation.range.size
+    # Kernels multiply codes of 4 bits as if they were of 8.
+    largest = max(weight.range.size, 128) * max(activation.range.size, 128)
     return int(accumulate.max // max(1, largest)) if not weight.groups and not activation.groups else None
 
 
@@ -260,7 +270,23 @@ def _main_loop(scheme: Scheme, weight: Split, target: Target) -> MainLoop | None
     return None if _weight(scheme, found).problem else found
 
 
-def _weight(scheme: Scheme, loop: MainLoop) -> Weight:
+def _byte_loop(scheme: Scheme, weight: Split, activation: Split, target: Target) -> MainLoop | None:
+    """The main loop that multiplies codes by codes, of bytes; None where the equations have more in them than codes and,
+    for all of k, their factors."""
+    operand, code = scheme.compute.operand, scheme.code
+    (name,) = names(activation.core) if isinstance(activation.core, Ref) else ("",)
+    rest = (weight.fold, weight.promote, weight.correction, activation.fold, activation.promote, activation.correction)
+    if operand.name not in target.byte_fragments or any(e is not None for e in rest) or weight.core != Ref(code.name):
+        return None
+    if name == "x" or scheme.tensor(name).dtype != operand or scheme.output.dtype.bits != 16 or len(code.index) != 2:
+        return None
+    widened = operand == dtype("i8") and code.dtype == dtype("i4")
+    if (code.dtype != operand and not widened) or scheme.output.half:
+        return None
+    return MainLoop(code.name, None, None, 0, None, activation=name)
+
+
+def _weight(scheme: Scheme, loop: MainLoop) -> Weight | ByteWeight:
     from qdsl.codegen.cuda.main_loop import weight_of
 
     return weight_of(scheme, loop)
@@ -357,13 +383,20 @@ def place_in(loop: MainLoop, t: Tensor, scheme: Scheme) -> Place | None:
     return None if place == Place(1, loop.group) else place
 
 
-def _main_loop_variants(scheme: Scheme, target: Target, loop: MainLoop) -> tuple[tuple[Variant, ...], Table]:
+def _main_loop_variants(
+    scheme: Scheme, target: Target, loop: MainLoop, portable: Sequence[Step]
+) -> tuple[tuple[Variant, ...], Table]:
+    """The kernels, and the choice among them.
+
+    portable  what computes y where no kernel can, with the steps before it; none: there are kernels for every k
+    """
     from qdsl.codegen.cuda import measured, model
     from qdsl.codegen.cuda.candidates import candidates
 
     given = [loop.code, *loop.grouped]
     rest = [t.name for t in scheme.tensors if t.loaded and t.role != "index" and t.name not in given]
-    before, x = (), "x"
+    before, x = tuple(portable[:-1]), loop.activation or "x"
+    rest = [*computed_factors(scheme, loop), *rest]
     if loop.order:
         before, x = (Step("order_inputs", ("x", SOURCE, ORDERED)),), ORDERED
     weight = _weight(scheme, loop)
@@ -377,11 +410,21 @@ def _main_loop_variants(scheme: Scheme, target: Target, loop: MainLoop) -> tuple
         )
         for c in kernels
     )
+    if portable:
+        variants = (*variants, Variant("portable", tuple(portable), order="by rising k"))
     key = loop.key(scheme)
     table = measured.table(target.arch, key)
     if table is None or table.problems(variants):  # of tiles that have changed since: a test says so
         table = model.table(key, weight, target.gpu, {c.name: c.work for c in kernels}, variants)
     return variants, table
+
+
+def computed_factors(scheme: Scheme, loop: MainLoop) -> list[str]:
+    """What is computed of x beside its codes, and the epilogue takes."""
+    activation = scheme.activation() if loop.activation else None
+    return (
+        [t.name for t in activation.operand.tensors if not t.loaded and t.name != loop.activation] if activation else []
+    )
 
 
 # ---- kernel layouts ----------------------------------------------------------------------------------------------
@@ -395,6 +438,8 @@ def _buffer(t: Tensor, scheme: Scheme, target: Target, loop: MainLoop | None) ->
     else:
         tile = loop is not None or (target.kind == "cuda" and scheme.code.dtype.bits == 4)
         layout = _layout(t, scheme, tile, loop is not None and bool(loop.table))
+        if loop and loop.activation and t.name == loop.code:
+            layout = fragment_bytes(t.dtype.bits)
     if t.dtype.bits <= 8:
         return Buffer(t.name, f"uint{layout.word}", layout, order, parts)
     native = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "i32": "int32", "idx": "int32"}
@@ -463,6 +508,19 @@ def fragment_codes(rank: int, bits: int, looked_up: bool = False) -> Layout:
         return Layout(dims, (*outer, Axis(tuple(words), (Run(tuple(map(Lane, lanes))),))), bits, 32)
     runs = tuple(Run(tuple(map(Lane, "".join(places[part[1]]))), part) for part in planes(bits))
     return Layout(dims, (*outer, Axis((), runs)), bits, 32)
+
+
+def fragment_bytes(bits: int) -> Layout:
+    """The A fragment of 32 inputs, bytes: n = r:2 c:8, k = h:2 t:4 p:4.  A lane is (c t) and has four steps s = 2 u + v of
+    128 inputs. Codes of 4 bits have the bytes of both r in one."""
+    steps = (Digit("s", 4),) if bits == 8 else (Digit("u", 2), Digit("v", 2))
+    dims = (
+        (Digit("o"), Digit("r", 2), Digit("c", 8)),
+        (Digit("i"), *steps, Digit("h", 2), Digit("t", 4), Digit("p", 4)),
+    )
+    lots, words, lanes = ("s", "hr", "p") if bits == 8 else ("u", "vh", "pr")
+    run = Run(tuple(map(Lane, lanes)))
+    return Layout(dims, (Axis(("o",)), Axis(("i",)), Axis((lots, "c", "t")), Axis(tuple(words), (run,))), bits, 32)
 
 
 def cell(bits: int) -> int:

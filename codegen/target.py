@@ -60,6 +60,7 @@ class Target:
     multiplies   operand types that the portable loop nest multiplies, cheapest first; anything else is widened to the
                  first that holds it exactly
     fragments    operand types of `mma.sync` that the tensor-core main loop uses
+    byte_fragments  those of `wgmma` that multiply what activations are quantized to
     gpu          what kernel times are predicted for, on CUDA
     """
 
@@ -67,6 +68,7 @@ class Target:
     arch: str
     multiplies: tuple[str, ...]
     fragments: tuple[str, ...]
+    byte_fragments: tuple[str, ...] = ()
     gpu: Gpu | None = None
 
     @property
@@ -92,7 +94,8 @@ def target(kind: str, arch: str) -> Target:
         if (match := re.fullmatch(r"sm_(\d+)a?", arch)) and int(match[1]) < 80:
             raise TargetError(f"{arch} is too old: the kernels need cp.async and bf16 mma, which came with sm_80")
         _known(arch, GPUS, "CUDA architecture")
-        return Target("cuda", arch, ("i32", "f32"), ("f16", "bf16"), _GPUS[arch])
+        bytes_ = ("i8",) if arch == "sm_90a" else ()
+        return Target("cuda", arch, ("i32", "f32"), ("f16", "bf16"), bytes_, _GPUS[arch])
     raise TargetError(f"unknown target `{kind}`; one of `cpu`, `cuda`")
 
 

@@ -95,12 +95,12 @@ READINGS: dict[str, list[Reading]] = {
     "gptq_v2_sym_g128": gptq("gptq_v2"),
     # compressed-tensors
     "ct_fp8_block128": [read("fp8a16_block", "compressed_tensors")],
-    "ct_fp8_dynamic_channel": [read("fp8a16_channel", "compressed_tensors")],
+    "ct_fp8_dynamic_channel": [read(name, "compressed_tensors") for name in ("fp8a16_channel", "fp8_dynamic")],
     "ct_fp8_static_tensor": [read("fp8a16_tensor", "compressed_tensors")],
     "ct_int4_sym_g64": [read("gptq_sym", "int_quantized", group=64, scale_type="bf16")],
     "ct_int8_asym_g64": [read("w8a16_asym", "compressed_tensors", group=64)],
     "ct_int8_sym_g64": [read("w8a16_group", "compressed_tensors", group=64)],
-    "ct_int8_w8a8_dynamic": [read("w8a16", "compressed_tensors")],
+    "ct_int8_w8a8_dynamic": [read(name, "compressed_tensors") for name in ("w8a16", "w8a8_dynamic")],
     "ct_int8_w8a8_static_asym": [read("w8a16", "compressed_tensors")],
     "ct_mixed_w4_w8": [
         read("w8a16", "compressed_tensors", modules="self_attn"),
@@ -129,7 +129,7 @@ READINGS: dict[str, list[Reading]] = {
     "fp8_block128_float": [read("fp8a16_block", "deepseek")],
     "fp8_block128_ue8m0": [read("fp8a16_block", "deepseek", scale_type="e8m0")],
     "mo_fp8": [read("fp8a16_tensor", "compressed_tensors")],
-    "mo_fp8_channel": [read("fp8a16_channel", "modelopt")],
+    "mo_fp8_channel": [read(name, "modelopt") for name in ("fp8a16_channel", "fp8_dynamic")],
     "mo_mxfp8": [read("mxfp8", "compressed_tensors")],
     "mo_nvfp4": [read("nvfp4a16", "modelopt")],
     # bitsandbytes, HQQ, GGUF
@@ -154,7 +154,7 @@ READINGS: dict[str, list[Reading]] = {
         read("w8a16_group", "compressed_tensors", group="k"),
         read("w8a16_asym", "modelslim", zero_type="f32"),
     ],
-    "ms_w8a8_dynamic": [read("w8a16", "compressed_tensors")],
+    "ms_w8a8_dynamic": [read(name, "compressed_tensors") for name in ("w8a16", "w8a8_dynamic")],
 }
 # Their weights depend on tensors of the activations, or are packed as only a scheme with quantized activations knows.
 NOT_WEIGHTS_ALONE = {"ms_w4a8_dynamic", "ms_w8a8_bf16", "ms_w8a8_mix"}

@@ -31,6 +31,16 @@ def register(dtype: str, value):
     return buffer
 
 
+SETTLED = "qdsl_settled"  # a function of the device, defined in `host`
+
+
+def settled(buffer, count: int):
+    """What reads so many registers stays behind this place. The compiler of C++ knows what an instruction writes, but not
+    that it is written later, when it has been waited for."""
+    for i in range(count):
+        T.evaluate(tirx.call_extern("int32", SETTLED, buffer[i]))
+
+
 def zeros(n: int, dtype: str):
     buffer = T.alloc_local([n], dtype)
     for i in range(n):

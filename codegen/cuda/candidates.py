@@ -15,6 +15,7 @@ from qdsl.codegen.cuda.model import Work
 from qdsl.codegen.cuda.stage import SHARED, Stage
 from qdsl.codegen.cuda.tile import Tile
 from qdsl.codegen.cuda.weight import Weight
+from qdsl.codegen.cuda.wgmma_bytes import ByteWeight
 from qdsl.codegen.target import Target
 
 
@@ -39,6 +40,9 @@ def candidates(target: Target, weight: Weight) -> tuple[Candidate, ...]:
     """Every kernel for a weight on a target, by rising number of tokens; without those whose stages have no room."""
     assert not weight.problem, weight.problem
     found: list[Candidate | None]
+    if isinstance(weight, ByteWeight):
+        found = [_hopper(weight, tile) for tile in wgmma.byte_tiles()]
+        return tuple(kernel for kernel in found if kernel is not None)
     if target.arch != "sm_90a":
         found = [_mma(target, weight, tile, SHARED) for tile in mma.tiles()]
     else:
@@ -84,7 +88,7 @@ def _hopper(weight: Weight, tile: warp.WarpTile | wgmma.WarpgroupTile) -> Candid
         tokens=tile.tokens,
         features=tile.features,
         teams=tile.teams,
-        slice=64 * small.slice,
+        slice=64 * weight.unit * small.slice,
         stages=small.stages // small.teams,
         threads=tile.threads,
         resident=tile.resident,
@@ -96,8 +100,8 @@ def _hopper(weight: Weight, tile: warp.WarpTile | wgmma.WarpgroupTile) -> Candid
         tail=tile.tail,
         overlapped=True,
     )
-    return Candidate(tile.name, lower, work, hopper.order(weight, small), k_multiple=8)
+    return Candidate(tile.name, lower, work, hopper.order(weight, small), k_multiple=8 * weight.unit)
 
 
-def _decode(weight: Weight) -> str:
-    return "floats" if weight.arithmetic == "floats" else "weights"
+def _decode(weight: Weight | ByteWeight) -> str:
+    return {"floats": "floats", "bytes": "bytes"}.get(weight.arithmetic, "weights")

@@ -70,8 +70,8 @@ PAIRED = 4  # bits up to which codes that are looked up lie side by side
 
 def words_of(bits: int) -> tuple[int, int]:
     """How a k tile of 64 is stored: lanes, and words of each. Codes of 8 bits have two lots of four words, for a lane loads
-    no more than 16 bytes at once, and neighbours side by side."""
-    return (64, 4) if bits == 8 else (32, bits)
+    no more than 16 bytes at once, and neighbours side by side. Two codes of 8 bits for a unit of x have four lots."""
+    return (8 * bits, 4) if bits in (8, 16) else (32, bits)
 
 
 @dataclass(frozen=True)

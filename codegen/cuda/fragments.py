@@ -30,7 +30,7 @@ from qdsl.codegen.cuda.weight import Weight
 
 def load_codes(k: Kernel, view, slot, i):
     """The lane's words of k tile i, for every feature tile (`decode.words_of`)."""
-    lots, (lanes, count) = [], words_of(k.weight.code.bits)
+    lots, (lanes, count) = [], words_of(k.weight.unit_bits)
     width = next(w for w in (4, 2, 1) if count % w == 0)
     load = f"ld.shared.v{width}.b32" if width > 1 else "ld.shared.b32"
     for f in range(k.tile.feature_tiles):

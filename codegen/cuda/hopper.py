@@ -269,12 +269,13 @@ def fitted(weight: Weight, tile: Cut) -> Cut | None:
     Where there would be no more than two, stages are half as long: of two, one is being multiplied while the other is
     filled, and nothing is on its way when that takes longer.
     """
-    most, halved = min(SHARED, SM_SHARED // tile.resident - RESERVED), tile.halved
-    while pool_bytes(weight, tile) > most and tile.stages > 2 * tile.teams:
-        tile = replace(tile, stages=tile.stages - tile.teams)
-        if halved and tile.stages == 2 * tile.teams:
-            return fitted(weight, halved)
-    return tile if pool_bytes(weight, tile) <= SHARED else None
+    most, found, least = min(SHARED, SM_SHARED // tile.resident - RESERVED), tile, 2 * tile.teams
+    while pool_bytes(weight, found) > most and found.stages > least:
+        found = replace(found, stages=found.stages - tile.teams)
+    fits = pool_bytes(weight, found) <= SHARED
+    if tile.halved and found.stages == least and not (fits and tile.stages == least):
+        return fitted(weight, tile.halved)
+    return found if fits else None
 
 
 def order(weight: Weight, tile: Cut) -> str | None:
@@ -283,6 +284,8 @@ def order(weight: Weight, tile: Cut) -> str | None:
     A team goes through its stages by rising k, 16 of k at a time, whatever else the tile says; where sums are corrected,
     they are rounded after every step as well. None: how many parts there are decides which of them are summed in halves.
     """
+    if weight.sums == "uint32":
+        return "integers"  # are summed exactly in any order
     if tile.tail:
         return None
     span = f"by {64 * tile.slice}"

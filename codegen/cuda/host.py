@@ -14,6 +14,7 @@ from tvm import tirx
 from tvm.backend.cuda.host import export_cuda_host
 
 from qdsl.cache import nvcc
+from qdsl.codegen.cuda.builder import SETTLED
 from qdsl.codegen.target import Target
 from qdsl.diagnostic import TargetError
 
@@ -82,9 +83,21 @@ extern "C" int32_t qdsl_multiprocessors() {
 }
 """
 
+_SETTLED = """\
+#include <cstdint>
+static __forceinline__ __device__ void qdsl_settled(float& number) {
+  asm volatile("" : "+f"(number) :: "memory");
+}
+static __forceinline__ __device__ void qdsl_settled(uint32_t& bits) {
+  asm volatile("" : "+r"(bits) :: "memory");
+}
+"""
+
 
 def _completed(source: str) -> str:
-    """The source with what its host wrappers call."""
+    """The source with what its kernels and host wrappers call."""
+    if SETTLED in source:
+        source = _SETTLED + source
     include = "#include <cuda_runtime.h>\n"
     needed = {"cuTensorMapEncodeTiled": _TENSOR_MAPS, MULTIPROCESSORS: _MULTIPROCESSORS}
     return source.replace(include, include + "".join(code for name, code in needed.items() if name in source), 1)

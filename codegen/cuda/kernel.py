@@ -33,7 +33,7 @@ class Kernel(Generic[Cut]):
     grouped: Mapping[str, tirx.Buffer]  # scale and zero by role
     M: tirx.Expr
     N: tirx.Expr  # features of y
-    K: tirx.Expr
+    K: tirx.Expr  # units of 16 bits of x
     thread: tirx.Expr
     pool: tirx.Buffer
     m0: tirx.Expr | None = None  # first token of the CTA; None: its parts have one each
@@ -50,7 +50,8 @@ class Kernel(Generic[Cut]):
     def of(cls, weight, tile, buffers: Mapping[str, tirx.Buffer], **places) -> Kernel:
         """The kernel of buffers x, q, y and those of the groups, by role."""
         (M, K), N = buffers["x"].shape, buffers["y"].shape[1]
-        sizes = {name: T.cast(size, "int32") for name, size in (("M", M), ("N", N), ("K", K))}
+        units = tirx.truncdiv(K, tirx.IntImm("int64", weight.unit)) if weight.unit > 1 else K
+        sizes = {name: T.cast(size, "int32") for name, size in (("M", M), ("N", N), ("K", units))}
         grouped = {role: buffers[role] for role in weight.grouped}
         return cls(weight, tile, buffers["x"], buffers["q"], grouped, **sizes, **places)
 

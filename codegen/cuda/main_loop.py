@@ -6,11 +6,13 @@ from collections.abc import Sequence
 
 from tvm import tirx
 
+from qdsl.codegen import portable
 from qdsl.codegen.cuda import inputs, mma
 from qdsl.codegen.cuda.candidates import candidates
 from qdsl.codegen.cuda.weight import Shared, Weight
+from qdsl.codegen.cuda.wgmma_bytes import ByteWeight
 from qdsl.codegen.function import Parameters, buffer_shape
-from qdsl.codegen.plan import MainLoop, Plan, place_in
+from qdsl.codegen.plan import MainLoop, Plan, computed_factors, place_in
 from qdsl.codegen.tir import as_float, storage, translate
 from qdsl.dtype import dtype
 from qdsl.expr import Half, Item, Ref
@@ -21,13 +23,16 @@ def lower(plan: Plan) -> dict[str, tirx.PrimFunc]:
     loop = plan.main_loop
     assert loop is not None, "the plan chose the main loop"
     given = {loop.code, *loop.grouped}
-    rest = (b.tensor for b in plan.buffers if plan.scheme.tensor(b.tensor).role != "index")
-    extra = tuple(_extra(plan, name) for name in rest if name not in given)
+    loaded = (b.tensor for b in plan.buffers if plan.scheme.tensor(b.tensor).role != "index")
+    rest = [*computed_factors(plan.scheme, loop), *(name for name in loaded if name not in given)]
+    extra = tuple(_extra(plan, name) for name in rest)
     weight = weight_of(plan.scheme, loop)
     kernels = {
         f"linear_{c.name}": c.lower(f"linear_{c.name}", extra, _epilogue(plan), loop.parts)
         for c in candidates(plan.target, weight)
     }
+    if loop.activation:
+        return {**kernels, **portable.lower(plan)}
     return (
         {"order_inputs": inputs.lower("order_inputs", weight.compute, plan.target), **kernels}
         if loop.order
@@ -35,8 +40,10 @@ def lower(plan: Plan) -> dict[str, tirx.PrimFunc]:
     )
 
 
-def weight_of(scheme: Scheme, loop: MainLoop) -> Weight:
+def weight_of(scheme: Scheme, loop: MainLoop) -> Weight | ByteWeight:
     """The main loop's weight as kernels know it."""
+    if loop.activation:
+        return ByteWeight(scheme.code.dtype, storage(scheme.output.dtype))
 
     def loaded(name: str | None) -> str | None:
         kind = scheme.tensor(name).dtype if name else None
@@ -57,12 +64,13 @@ def weight_of(scheme: Scheme, loop: MainLoop) -> Weight:
 def _extra(plan: Plan, name: str) -> mma.Extra:
     """A tensor that only the epilogue reads: (name, shape of M, N, K, dtype)."""
     tensor, parts = plan.scheme.tensor(name), plan.main_loop.parts
+    kind = plan.buffer(name).dtype if tensor.loaded else storage(tensor.dtype)
 
     def shape(m: tirx.Expr, n: tirx.Expr, k: tirx.Expr) -> tuple:
         n = n * parts if parts > 1 else n
         return buffer_shape(Parameters(plan, {"m": m, "n": n, "k": k}, {}), tensor)[0]
 
-    return name, shape, plan.buffer(name).dtype
+    return name, shape, kind
 
 
 def _epilogue(plan: Plan) -> mma.Epilogue:
@@ -71,14 +79,11 @@ def _epilogue(plan: Plan) -> mma.Epilogue:
         own = Parameters(plan, {"m": m, "n": n, "k": n}, dict(buffers))  # sizes only matter to layouts with open ends
 
         def total(part: int) -> tirx.Expr:
-            if plan.weight.epilogue is None:
-                return sums[part]
-            at = {"m": m, "n": features[part]}
-
-            def factor(e) -> tirx.Expr:
-                return own.element(e.name, at)
-
-            return sums[part] * as_float(translate(plan.weight.epilogue, factor))
+            at, found = {"m": m, "n": features[part]}, sums[part]
+            for factor in (plan.weight.epilogue, plan.activation.epilogue):
+                if factor is not None:
+                    found = found * as_float(translate(factor, lambda e: own.element(e.name, at)))
+            return found
 
         def look(e) -> tirx.Expr:
             if isinstance(e, Item):  # acc[r = 0]

@@ -116,8 +116,8 @@ def declare(weight, parts, extra, output):
     M, N, K = (tirx.Var(v, "int64") for v in "MNK")
     groups, blocks = ceildiv(K, weight.group) if weight.group else 1, ceildiv(N, 16 // parts)
     shapes = {
-        "x": ((M, K), weight.compute),
-        "q": ((blocks, ceildiv(K, 64), *words_of(weight.code.bits)), "uint32"),
+        "x": ((M, K), weight.x_type),
+        "q": ((blocks, ceildiv(K, 64 * weight.unit), *words_of(weight.unit_bits)), "uint32"),
     }
     for role, dtype in weight.grouped.items():
         tail, place = (8,) if dtype in NIBBLES else (8, 2), weight.place(role)

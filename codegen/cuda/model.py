@@ -50,8 +50,9 @@ WAVE = 1.5e-6  # s, from the last product of a CTA of wgmma to the first of the 
 EXCHANGE = 1.75e-6  # s, for the CTAs of a cluster to add their sums
 STREAM = 28  # bytes per clock that an SM takes in from memory
 PORT = {"cp.async": 43, "TMA": 57}  # bytes per clock that an SM takes in from the L2 cache
-CLOCKS = {"sums": 0.010, "weights": 0.011, "floats": 0.055}  # of an SM for a code, by `Work.decode`
+CLOCKS = {"sums": 0.010, "weights": 0.011, "floats": 0.055, "bytes": 0.003}  # of an SM for a code, by `Work.decode`
 INSTRUCTION = 34 / 1024  # clocks of an SM for a weight in wgmma of few tokens: an instruction has 64 x 16 weights
+PORTABLE = 1e11  # products per second where there are no tiles
 
 SHAPES = tuple((n, 4096) for n in (1024, 2048, 4096, 8192, 16384, 32768))  # n, k of a modelled table: k hardly matters
 
@@ -109,8 +110,9 @@ def seconds(work: Work, weight: Weight, gpu: Gpu, m: int, n: int, k: int) -> flo
         rounds, waves = rounds - 0.5, waves - 0.5
     most = waves * residents if rounds > 1 else rounds
     streamed = most * work.features * row / work.split / (STREAM * gpu.clock)
-    memory = max((n * row + 2 * m * (n + k)) / gpu.bandwidth, streamed)
-    port = rounds * (work.features * row + 2 * work.tokens * k) / work.split / (PORT[work.fed] * gpu.clock)
+    x = 2 / weight.unit  # bytes of an input
+    memory = max((n * row + m * (2 * n + x * k)) / gpu.bandwidth, streamed)
+    port = rounds * (work.features * row + x * work.tokens * k) / work.split / (PORT[work.fed] * gpu.clock)
     trips = -(-k // (work.slice * work.teams * work.split)) / max(1, work.stages - 1) + 1
     latency = waves * trips * LATENCY
 
@@ -120,8 +122,9 @@ def seconds(work: Work, weight: Weight, gpu: Gpu, m: int, n: int, k: int) -> flo
     if work.multiplier == "mma":
         multiplier = weights * 2 * max(8, work.tokens) / (gpu.mma / gpu.sms) + codes
     else:
-        products = weights * 2 * work.tokens / (gpu.wgmma / gpu.sms)
-        multiplier = _longest(products, codes, weights * INSTRUCTION / gpu.clock, 2 * m * n * k / gpu.wgmma)
+        rate, instruction = gpu.wgmma * weight.unit, INSTRUCTION / weight.unit
+        products = weights * 2 * work.tokens / (rate / gpu.sms)
+        multiplier = _longest(products, codes, weights * instruction / gpu.clock, 2 * m * n * k / rate)
         ahead += max(0, waves - 1) * WAVE
     if work.split > 1 or halved:
         ahead += (1 if halved else waves) * EXCHANGE
@@ -135,9 +138,11 @@ def _longest(*times: float) -> float:
 def table(key: Key, weight: Weight, gpu: Gpu, works: Mapping[str, Work], variants: Sequence[Variant]) -> Table:
     """The choice among variants, by what the model says of their tiles."""
     rising = sorted(works, key=lambda name: (works[name].tokens, works[name].features))
+    others = [v.name for v in variants if v.name not in works]
 
     def times(n: int, k: int) -> dict[int, dict[str, float]]:
-        return {m: {name: seconds(works[name], weight, gpu, m, n, k) for name in rising} for m in TOKENS}
+        of_tiles = {m: {name: seconds(works[name], weight, gpu, m, n, k) for name in rising} for m in TOKENS}
+        return {m: {**found, **dict.fromkeys(others, m * n * k / PORTABLE)} for m, found in of_tiles.items()}
 
     return table_of("model", key, {shape: times(*shape) for shape in SHAPES}, variants, _rising)
 

@@ -16,6 +16,7 @@ import numpy as np
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
+from qdsl.codegen.cuda import overlap
 from qdsl.codegen.cuda.builder import assign, ceildiv, ptx, register, when, wide
 from qdsl.codegen.function import Parameters, open_function
 from qdsl.codegen.plan import Plan
@@ -73,6 +74,9 @@ def lower(plan: Plan, args: tuple[str, ...]) -> tirx.PrimFunc:
         stretches = T.cast(ceildiv(own.sizes["k"], THREADS * PIECE), "int32")
         cta = T.cta_id([T.cast(own.sizes["m"], "int32") * (1 if whole else stretches)])
         thread = T.thread_id([THREADS])
+        if plan.overlapped:
+            overlap.wait()
+            overlap.let_in()
         token = _Token(plan, own, thread, cta if whole else tirx.truncdiv(cta, stretches))
         if whole:
             token.reduce_row([call for t in rows for call in _reductions(t)], stretches)

@@ -35,7 +35,7 @@ def store_partials(k: Kernel, acc, summed=None):
                 if tile.correct == "sums":
                     value = value * T.float32(1 / k.weight.factor(i // 2))
                 if summed is not None:
-                    value = T.if_then_else(summed, value, T.float32(0))
+                    value = T.if_then_else(summed, value, tirx.const(0, k.weight.sums))
                 if tile.tokens >= 8:
                     T.buffer_store(partials, value, [k.team, token, feature])
                 else:
@@ -45,7 +45,7 @@ def store_partials(k: Kernel, acc, summed=None):
 
 
 def _partials(k: Kernel):
-    return k.shared(k.tile.partials, "float32", k.partials)
+    return k.shared(k.tile.partials, k.weight.sums, k.partials)
 
 
 def _sync(k: Kernel):
@@ -68,9 +68,9 @@ def reduce(k: Kernel, cluster: int, epilogue: Epilogue, buffers, y):
             totals = []
             for feature in features:
                 own = [partials.ptr_to([team, token, feature]) for team in range(tile.teams)]
-                totals.append(_sum("ld.shared.v4.f32", own))
+                totals.append(_sum(k, "ld.shared", own))
                 if cluster > 1:
-                    ptx("st.shared.v4.f32", own[0], *(totals[-1][j] for j in range(4)))
+                    ptx(f"st.shared.v4.{BITS[k.weight.sums]}", own[0], *(totals[-1][j] for j in range(4)))
             if cluster == 1:
                 _store(k, epilogue, buffers, totals, m, n, y)
     if cluster == 1:
@@ -81,7 +81,7 @@ def reduce(k: Kernel, cluster: int, epilogue: Epilogue, buffers, y):
         ptx("mapa.shared::cluster.u32", bases[rank], base, T.uint32(rank))
     for token, features, m, n in _items(k, k.rank * (items // cluster), items // cluster, threads):
         places = [T.cast((token * tile.partials[2] + feature) * 4, "uint32") for feature in features]
-        totals = [_sum("ld.shared::cluster.v4.f32", [bases[rank] + at for rank in range(cluster)]) for at in places]
+        totals = [_sum(k, "ld.shared::cluster", [bases[rank] + at for rank in range(cluster)]) for at in places]
         _store(k, epilogue, buffers, totals, m, n, y)
     _cluster_sync()  # nobody leaves while its sums are read
 
@@ -109,11 +109,15 @@ def _items(k: Kernel, first, count: int, threads: int):
             yield token, features, m, n
 
 
-def _sum(load: str, addresses):
+BITS = {"float32": "f32", "uint32": "b32"}
+
+
+def _sum(k: Kernel, load: str, addresses):
     """The sum of four numbers from every address, in order."""
-    total, parts = T.alloc_local([4], "float32"), T.alloc_local([4 * len(addresses)], "float32")
+    sums = k.weight.sums
+    total, parts = T.alloc_local([4], sums), T.alloc_local([4 * len(addresses)], sums)
     for i, address in enumerate(addresses):
-        ptx(load, *(parts[4 * i + j] for j in range(4)), address)
+        ptx(f"{load}.v4.{BITS[sums]}", *(parts[4 * i + j] for j in range(4)), address)
     for j in range(4):
         value = parts[j]
         for i in range(1, len(addresses)):
@@ -125,7 +129,10 @@ def _sum(load: str, addresses):
 def _store(k: Kernel, epilogue, buffers, totals, m, n, y):
     """y[m, n : n + 4], as one store where the rows of y are aligned for it."""
     dtype, words = str(y.dtype), 4 if str(y.dtype) == "float32" else 2
-    values = [epilogue([total[j] for total in totals], wide(m), k.features(n + j), buffers) for j in range(4)]
+    values = [
+        epilogue([k.weight.finished(total[j]) for total in totals], wide(m), k.features(n + j), buffers)
+        for j in range(4)
+    ]
     packed = T.alloc_local([words], "uint32")
     base = T.alloc_local([1], "uint64")
     ptx("cvta.to.global.u64", base[0], y.ptr_to([T.int64(0), T.int64(0)]))

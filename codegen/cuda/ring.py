@@ -27,24 +27,27 @@ def tensor_maps(buffers, weight: Weight, tile) -> dict:
     stored blocks.
     """
     (M, K), (blocks, tiles, *_) = buffers["x"].shape, buffers["q"].shape
-    words = 32 * weight.code.bits  # of 16 features by 64 of k
+    words = 32 * weight.unit_bits  # of 16 features by 64 units of k
+    cut = -(-words // 256)  # a box has no more of them side by side
+    units, row = (K // weight.unit, K) if weight.unit > 1 else (K, K * 2)
     shapes = {
-        "x": ((K, M), (K * 2,), *_tokens_box(tile, M)),
+        "x": ((units, M), (row,), weight.staged_x, *_tokens_box(tile, M)),
         "q": (
-            (T.int64(words), tiles, blocks),
-            (T.int64(4 * words), tiles * (4 * words)),
-            (words, tile.slice, tile.features // 16),
+            (T.int64(words // cut), tiles * cut, blocks),
+            (T.int64(4 * words // cut), tiles * (4 * words)),
+            "uint32",
+            (words // cut, tile.slice * cut, tile.features // 16),
             0,
         ),
     }
     maps = {}
-    for name, (extents, strides, box, swizzle) in shapes.items():
+    for name, (extents, strides, dtype, box, swizzle) in shapes.items():
         maps[name] = T.Var(f"{name}_map", ty=T.handle("tensormap").ty)
         T.Bind(T.tvm_stack_alloca("tensormap", 1), var=maps[name])
         box, steps = [T.int64(e) if isinstance(e, int) else e for e in box], [T.int64(1)] * len(extents)
         T.evaluate(
             T.tensormap_encode_tiled(
-                maps[name], buffers[name].data, *extents, *strides, *box, *steps, descriptor_dtype=str(buffers[name].dtype),
+                maps[name], buffers[name].data, *extents, *strides, *box, *steps, descriptor_dtype=dtype,
                 rank=len(extents), interleave=0, swizzle=swizzle, l2_promotion=2, oob_fill=0,
             )
         )  # fmt: skip
@@ -147,7 +150,7 @@ class Boxes:
         self.load = "cp.async.bulk.tensor.{}d.shared::cluster.global.mbarrier::complete_tx::bytes"
         self.hint, self.policy = (".L2::cache_hint", [evict_first()]) if read_once else ("", [])
         rows = tirx.min(k.M, k.tile.tokens) * k.tile.slice
-        self.bytes = T.cast(k.tile.slice * (k.tile.features // 16 * 128 * k.weight.code.bits) + rows * ROW, "uint32")
+        self.bytes = T.cast(k.tile.slice * (k.tile.features // 16 * 128 * k.weight.unit_bits) + rows * ROW, "uint32")
 
     def fill_first(self, k: Kernel, begin, end, early, wait):
         """As many of stages begin .. end as the ring has room for, which is empty; none unless `early`. -> the next stage.
@@ -177,7 +180,8 @@ class Boxes:
         full, load = self.ring.full(slot), self.load.format(3) + self.hint
         ptx("mbarrier.arrive.expect_tx.shared.b64", full, self.bytes)
         target = self.ring.views["q"].ptr(slot, 0, 0, 0, 0)
-        ptx(load, target, self.q, 0, i * k.tile.slice, k.o0, full, *self.policy)
+        cut = -(-k.weight.unit_bits // 8)
+        ptx(load, target, self.q, 0, i * (k.tile.slice * cut), k.o0, full, *self.policy)
 
     def _tokens(self, k: Kernel, slot, i):
         """x of stage i."""

@@ -19,7 +19,7 @@ from qdsl.codegen.cuda.kernel import Kernel
 from qdsl.codegen.cuda.tile import Tile
 from qdsl.codegen.cuda.weight import BYTES, NIBBLES, Weight
 
-ITEM_BYTES = {**BYTES, "uint32": 4, "uint8": 1}
+ITEM_BYTES = {**BYTES, "uint32": 4, "uint16": 2, "uint8": 1}
 READ_ONCE = 64  # tokens of a tile up to which its codes are hardly ever read by another CTA as well
 SHARED = 99 * 1024  # bytes that one CTA can have on every GPU since sm_80
 
@@ -66,8 +66,8 @@ class Stage:
         tile = self.tile
         blocks = tile.features // 16
         shapes = {
-            "x": (tile.x_shape, self.weight.compute),
-            "q": ((blocks, tile.slice, *words_of(self.weight.code.bits)), "uint32"),
+            "x": (tile.x_shape, self.weight.staged_x),
+            "q": ((blocks, tile.slice, *words_of(self.weight.unit_bits)), "uint32"),
         }
         for role, dtype in self.weight.grouped.items():
             shapes[role] = ((blocks, self.steps, group_bytes(dtype)), "uint8")

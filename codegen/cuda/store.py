@@ -62,7 +62,7 @@ def _stage_tokens(k: Kernel, acc, f: int, token: int, count: int, n0, place, epi
                 first = f * (k.tile.tokens // 2) + (token // 8 + i) * 4 + 2 * h + p
                 m = tirx.min(k.m0 + token + 8 * i + lane % 4 * 2 + p, k.M - 1)
                 n = tirx.min(n0 + warp * own + lane // 4 + 8 * h, k.N - 1)
-                sums = [acc[first + 2 * part] for part in range(k.parts)]
+                sums = [k.weight.finished(acc[first + 2 * part]) for part in range(k.parts)]
                 values.append(epilogue(sums, wide(m), k.features(n), buffers))
             ptx(f"cvt.rn.{half}x2.f32", pairs[across * i + h], values[1], values[0])
     matrices = across * (count // 8)

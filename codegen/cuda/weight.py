@@ -70,6 +70,27 @@ class Weight:
             return f"{code} with zeros up to {self.largest_zero} needs more bits than {self.compute} has"
         return ""
 
+    unit = 1  # inputs in 16 bits of x
+    sums = "float32"
+
+    @property
+    def x_type(self) -> str:
+        return self.compute
+
+    @property
+    def staged_x(self) -> str:
+        """The type of a unit of x."""
+        return self.compute
+
+    @property
+    def unit_bits(self) -> int:
+        """Bits of the codes that one unit of x is multiplied by."""
+        return self.code.bits
+
+    def finished(self, value):
+        """A sum as float32."""
+        return value
+
     @property
     def half(self) -> Half:
         return HALVES[self.compute]

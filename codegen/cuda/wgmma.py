@@ -18,7 +18,8 @@ from dataclasses import dataclass, replace
 
 from tvm.tirx.script import builder as T
 
-from qdsl.codegen.cuda.builder import assign, ptx, register, when
+from qdsl.codegen.cuda import wgmma_bytes
+from qdsl.codegen.cuda.builder import assign, ptx, register, settled, when
 from qdsl.codegen.cuda.correct import WeightStep
 from qdsl.codegen.cuda.fragments import load_codes
 from qdsl.codegen.cuda.kernel import Kernel
@@ -49,6 +50,16 @@ def tiles() -> tuple[WarpgroupTile, ...]:
         WarpgroupTile("w128_tail", 128, warpgroups=2, blocks=1, teams=1, slice=2, stages=5, persistent=True, tail=True),
         WarpgroupTile("w256_tail", 256, warpgroups=2, blocks=1, teams=1, slice=2, stages=3, persistent=True, tail=True, **large),
     )  # fmt: skip
+
+
+def byte_tiles() -> list[WarpgroupTile]:
+    """Those for products of bytes (`wgmma_bytes`), of which there are few tokens or a multiple of 16."""
+    few = [
+        WarpgroupTile("w16", 16, warpgroups=2, blocks=1, teams=2, slice=2, stages=8),
+        WarpgroupTile("w16_narrow", 16, warpgroups=1, blocks=1, teams=2, slice=2, stages=8),
+        WarpgroupTile("w16_split", 16, warpgroups=1, blocks=1, teams=2, slice=2, stages=8, split=2),
+    ]
+    return [*few, *(t for t in tiles() if t.tokens % 16 == 0)]
 
 
 @dataclass(frozen=True)
@@ -159,8 +170,9 @@ class WarpgroupTile:
     def token_warp(self, warp) -> int:
         return 0  # every warp has all tokens
 
-    def consumer(self, k: Kernel, stages: Ring) -> Consumer:
-        return Consumer(k, stages)
+    def consumer(self, k: Kernel, stages: Ring) -> Consumer | wgmma_bytes.Consumer:
+        kind = wgmma_bytes.Consumer if k.weight.arithmetic == "bytes" else Consumer
+        return kind(k, stages)
 
     @property
     def partials(self) -> tuple[int, int, int]:
@@ -218,6 +230,7 @@ class Consumer:
             assign(self.previous, 0, cursor.slot)
             cursor.advance(tile.teams)
         ptx("wgmma.wait_group.sync.aligned", 0)
+        settled(self.acc, tile.blocks * self.width)
         with when(count[0] > 0):
             self.ring.release(self.previous[0])
         return count[0] > 0

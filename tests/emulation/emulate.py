@@ -52,6 +52,7 @@ HOST = f"""\
 # Instructions (what is left of their template once operands are numbered) -> C++, {0} the first operand.
 _INSTRUCTIONS: list[tuple[str, str]] = [
     (r"lop3\.b32 .*, (\d+)", "{0} = simt::lop3({1}, {2}, {3}, \\1)"),
+    (r"and\.b32 .*", "{0} = {1} & {2}"),
     (r"prmt\.b32 .*", "{0} = simt::permute({1}, {2}, {3})"),
     (r"fma\.rn\.(b?f16)x2 .*", "{0} = simt::fma2({1}, {2}, {3}, BF(\\1))"),
     (r"cvt\.rn\.(b?f16)x2\.f32 .*", "{0} = simt::pack({1}, {2}, BF(\\1))"),
@@ -129,6 +130,16 @@ def _instruction(asm: str) -> str:
         a, (descriptor, add) = ", ".join(operands[count : count + 4]), operands[count + 4 : count + 6]
         bf16 = str(wgmma[2] == "bf16").lower()
         return f"float* d[] = {{{d}}}; uint32_t a[] = {{{a}}}; simt::wgmma({tokens}, {bf16}, d, a, {descriptor}, {add})"
+    if wgmma := re.search(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k32\.(?:s32|f32)\.(s8|e4m3|e5m2)", text):
+        tokens, count = int(wgmma[1]), int(wgmma[1]) // 2
+        d, a = ", ".join(f"&{name}" for name in operands[:count]), ", ".join(operands[count : count + 4])
+        descriptor, add = operands[count + 4 : count + 6]
+        return (
+            f"void* d[] = {{{d}}}; uint32_t a[] = {{{a}}}; "
+            f"simt::wgmma_bytes({tokens}, simt::value_{wgmma[2]}, d, a, {descriptor}, {add})"
+        )
+    if not text:  # an order for the compiler
+        return ""
     if guarded := re.fullmatch(r"\{ \.reg \.pred p; setp\.ne\.b32 p, %(\d+), 0; @p (.*?);? \}", text):
         condition, text = f"if ({operands[int(guarded[1])]}) ", guarded[2]
     if text.startswith("cp.async.c") and "shared.global" in text:

@@ -285,16 +285,15 @@ inline uint32_t pack(float high, float low, bool bf16) {
 // Two 8-bit floats as f16, which has all their values: e5m2 is its upper half.
 inline uint32_t halves_e5m2(uint16_t pair) { return uint32_t(pair & 0xFF) << 8 | uint32_t(pair >> 8) << 24; }
 
-inline uint32_t halves_e4m3(uint16_t pair) {
-  float values[2];
-  for (int i = 0; i < 2; ++i) {
-    int byte = pair >> 8 * i & 0xFF, exponent = byte >> 3 & 15, mantissa = byte & 7;
-    float value = exponent ? ldexpf(8 + mantissa, exponent - 10) : ldexpf(mantissa, -9);
-    if ((byte & 0x7F) == 0x7F) value = NAN;
-    values[i] = byte & 0x80 ? -value : value;
-  }
-  return pack(values[1], values[0], false);
+inline double value_s8(uint8_t byte) { return int8_t(byte); }
+inline double value_e5m2(uint8_t byte) { return half_value(byte << 8, false); }
+inline double value_e4m3(uint8_t byte) {
+  int exponent = byte >> 3 & 15, mantissa = byte & 7;
+  double value = exponent ? ldexp(8 + mantissa, exponent - 10) : ldexp(mantissa, -9);
+  if ((byte & 0x7F) == 0x7F) value = NAN;
+  return byte & 0x80 ? -value : value;
 }
+inline uint32_t halves_e4m3(uint16_t pair) { return pack(value_e4m3(pair >> 8), value_e4m3(pair & 0xFF), false); }
 
 // The nearest finite number of a sign, an exponent with this bias, and a mantissa of so many bits; ties to even.
 inline uint16_t small(float value, int mantissa, int bias, float largest) {
@@ -409,6 +408,36 @@ inline void wgmma(int tokens, bool bf16, float** d, const uint32_t* a, uint64_t 
         target = float((add ? double(target) : 0.0) + sum);
       }
     }
+  });
+}
+
+// Of bytes, 32 of k; d are int32 or float, as the values are.
+inline void wgmma_bytes(int tokens, double (*value)(uint8_t), void** d, const uint32_t* a, uint64_t descriptor, uint32_t add) {
+  Warpgroup& group = now->cta->warpgroups[now->number / 128];
+  int thread = now->number % 128;
+  for (int i = 0; i < 4; ++i) group.a[thread][i] = a[i];
+  group.d[thread] = reinterpret_cast<float**>(d);
+  meet(group.meeting, 128, [&] {
+    uint32_t start = (descriptor & 0x3FFF) << 4, stride = (descriptor >> 32 & 0x3FFF) << 4;
+    require(descriptor >> 62 == 1, "tokens swizzled within 128 bytes");
+    for (int row = 0; row < 64; ++row)
+      for (int n = 0; n < tokens; ++n) {
+        double sum = 0;
+        for (int k = 0; k < 32; ++k) {
+          uint32_t address = start + n / 8 * stride + n % 8 * 128 + k;
+          uint8_t b = *reinterpret_cast<uint8_t*>(at(address ^ (address >> 7 & 7) << 4));
+          const uint32_t* fragment = group.a[row / 16 * 32 + 4 * (row % 8) + k % 16 / 4];
+          sum += value(fragment[k / 16 * 2 + row % 16 / 8] >> 8 * (k % 4)) * value(b);
+        }
+        void* target = group.d[row / 16 * 32 + 4 * (row % 8) + n % 8 / 2][n / 8 * 4 + row % 16 / 8 * 2 + n % 2];
+        if (value == value_s8) {
+          int32_t& total = *static_cast<int32_t*>(target);
+          total = (add ? total : 0) + int32_t(sum);
+        } else {
+          float& total = *static_cast<float*>(target);
+          total = float((add ? double(total) : 0.0) + sum);
+        }
+      }
   });
 }
 

@@ -1,0 +1,76 @@
+"""Products of int8 on Hopper, emulated: quantized activations by quantized weights, from the scheme to y."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from emulation.emulate import library
+
+import qdsl
+from qdsl import reference
+from qdsl.cache import nvcc
+from qdsl.codegen.cuda import host
+from qdsl.codegen.pipeline import lower
+from qdsl.codegen.plan import plan
+from qdsl.codegen.target import target
+from qdsl.order import Inputs
+from qdsl.runtime import repack
+from qdsl.runtime.buffer import packed
+from qdsl.scheme import Scheme
+
+NEEDS = pytest.mark.skipif(nvcc() is None, reason="needs the headers of CUDA, which come with nvcc")
+TEST_SCHEMES = Path(__file__).parent / "schemes"
+SCHEMES = {
+    "int8": qdsl.load("w8a8_dynamic"),
+    "int8-f16": qdsl.load("w8a8_dynamic", act="f16"),
+    "w4a8": qdsl.load(TEST_SCHEMES / "w4a8_channel.q"),
+}
+KERNELS = ("w16", "w16_split", "w32_wide", "w64_tail", "w128")
+
+
+def run(scheme: Scheme, names, shapes, folder: Path) -> dict[str, float]:
+    """The worst error of each kernel over its bound."""
+    goal = target("cuda", "sm_90a")
+    planned = plan(scheme, goal)
+    wanted = {"quantize", *(f"linear_{name}" for name in names)}
+    module = library(host.emit({n: f for n, f in lower(planned).items() if n in wanted}, goal, True), folder)
+    worst: dict[str, float] = {}
+    for m, n, k in shapes:
+        patterns = reference.random_patterns(scheme, np.random.default_rng(0), n, k)
+        x = torch.from_numpy(np.random.default_rng(1).standard_normal((m, k))).to(
+            repack.torch_dtype(scheme.output.dtype)
+        )
+        expected = reference.linear(scheme, x.double().numpy(), patterns, n)
+        given = {"x": x, "y": torch.empty(m, n, dtype=x.dtype)}
+        given |= {"t": torch.empty(m), "a": torch.empty(m, k, dtype=torch.uint8)}
+        given |= {b.tensor: packed(b, scheme.tensor(b.tensor), patterns[b.tensor], Inputs(k)) for b in planned.buffers}
+        for variant in (v for v in planned.variants if v.name in names):
+            given["y"].fill_(float("nan"))
+            for step in variant.steps:
+                module[step.function](*(given[arg] for arg in step.args))
+            error = np.abs(given["y"].double().numpy() - expected.y) / expected.bound
+            worst[variant.name] = max(worst.get(variant.name, 0.0), float(np.nan_to_num(error, nan=np.inf).max()))
+    return worst
+
+
+@NEEDS
+@pytest.mark.parametrize("name", SCHEMES)
+def test_every_kind_of_weight(name, tmp_path):
+    worst = run(SCHEMES[name], KERNELS, [(3, 72, 208), (20, 40, 144)], tmp_path)
+    assert worst.keys() == set(KERNELS) and max(worst.values()) <= 1, worst
+
+
+@NEEDS
+def test_integers_of_many_tokens(tmp_path):
+    """Instructions of 128 tokens, two for 256."""
+    worst = run(SCHEMES["int8"], ("w256", "w128_wide"), [(140, 72, 272)], tmp_path)
+    assert len(worst) == 2 and max(worst.values()) <= 1, worst
+
+
+def test_what_is_no_product_of_codes_alone_stays_portable():
+    for name in ("w8a8_static", "fp8_dynamic", "nvfp4", "w4a4"):
+        assert plan(qdsl.load(name), target("cuda", "sm_90a")).main_loop is None
+    assert plan(qdsl.load("w8a8_dynamic"), target("cuda", "sm_89")).main_loop is None
