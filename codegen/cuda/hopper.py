@@ -20,6 +20,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import cast
 
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
@@ -274,7 +275,7 @@ def fitted(weight: Weight, tile: Cut) -> Cut | None:
         found = replace(found, stages=found.stages - tile.teams)
     fits = pool_bytes(weight, found) <= SHARED
     if tile.halved and found.stages == least and not (fits and tile.stages == least):
-        return fitted(weight, tile.halved)
+        return fitted(weight, cast("Cut", tile.halved))  # of the same class
     return found if fits else None
 
 

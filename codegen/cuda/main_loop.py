@@ -80,9 +80,13 @@ def _epilogue(plan: Plan) -> mma.Epilogue:
 
         def total(part: int) -> tirx.Expr:
             at, found = {"m": m, "n": features[part]}, sums[part]
+
+            def element(e) -> tirx.Expr:
+                return own.element(e.name, at)
+
             for factor in (plan.weight.epilogue, plan.activation.epilogue):
                 if factor is not None:
-                    found = found * as_float(translate(factor, lambda e: own.element(e.name, at)))
+                    found = found * as_float(translate(factor, element))
             return found
 
         def look(e) -> tirx.Expr:
