@@ -59,6 +59,7 @@ WEIGHTS = {
     "w4a4": {"core": "q", "epilogue": "s"},
     "w4a8": {"core": "i8((q - z) * r)", "epilogue": "s"},
     "fp8_block": {"core": "q", "promote": "s"},
+    "fp8_dynamic": {"core": "q", "epilogue": "s"},
     "nvfp4": {"core": "q", "promote": "s", "epilogue": "u"},
 }
 ACTIVATIONS = {
@@ -67,6 +68,7 @@ ACTIVATIONS = {
     "w4a4": {"core": "a", "epilogue": "t"},
     "w4a8": {"core": "a", "epilogue": "t"},
     "fp8_block": {"core": "a", "promote": "t"},
+    "fp8_dynamic": {"core": "a", "epilogue": "t"},
     "nvfp4": {"core": "a", "promote": "t", "epilogue": "v"},
 }
 
