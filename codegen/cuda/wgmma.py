@@ -19,12 +19,12 @@ from dataclasses import dataclass, replace
 from tvm.tirx.script import builder as T
 
 from qdsl.codegen.cuda import wgmma_bytes
-from qdsl.codegen.cuda.builder import assign, ptx, register, settled, when
+from qdsl.codegen.cuda.builder import ptx
 from qdsl.codegen.cuda.correct import WeightStep
 from qdsl.codegen.cuda.fragments import load_codes
 from qdsl.codegen.cuda.kernel import Kernel
-from qdsl.codegen.cuda.ring import ROW, Cursor, Ring
-from qdsl.codegen.cuda.stage import Stage
+from qdsl.codegen.cuda.ring import ROW, Ring
+from qdsl.codegen.cuda.warpgroup import Warpgroup
 
 
 def tiles() -> tuple[WarpgroupTile, ...]:
@@ -179,68 +179,25 @@ class WarpgroupTile:
         return (self.teams, self.tokens, self.features + 4)
 
 
-class Consumer:
-    """A warpgroup's share of the multiplication.
-
-    A batch of wgmmas runs while the fragments of the next are made, in another set of registers.
-    """
+class Consumer(Warpgroup):
+    """Weights that are made out of codes, by 16-bit tokens."""
 
     def __init__(self, k: Kernel, stages: Ring):
-        self.k, self.ring, self.tile, self.stage = k, stages, k.tile, Stage(k.weight, k.tile)
-        tile, self.width = self.tile, self.tile.tokens // 2
-        # From lane 0, so that the compiler knows that the warp agrees, and computes addresses once for all lanes.
-        team = T.alloc_local([1], "int32")
-        ptx("shfl_sync.idx.b32", team[0], k.team, T.uint32(0), T.uint32(31), T.uint32(0xFFFFFFFF))
-        self.team = team[0] if tile.teams > 1 else T.int32(0)
-        self.cursor, self.previous = Cursor(tile.stages, self.team, 0), register("int32", T.int32(0))
+        super().__init__(k, stages)
         self.steps = WeightStep(k)
-        self.fragments = T.alloc_local([2 * tile.batch * tile.blocks * 4], "uint32")
-        self.acc = T.alloc_local([tile.blocks * self.width], "float32")  # [block, token tile, register]
-        base, words = T.alloc_local([1], "uint64"), T.alloc_local([2], "uint32")
-        T.evaluate(T.cuda.wgmma.encode_matrix_descriptor(T.address_of(base[0]), k.pool.ptr_to([0]), 1, 64, 3))
-        ptx("mov.b64", words[0], words[1], base[0])
-        self.base, self.low = words, T.alloc_local([1], "uint32")
+        self.codes: list = []  # of the k tile that is being multiplied
 
-    def multiply(self, begin, end):
-        """acc = the part's features x tokens, over the team's share of stages begin .. end; -> whether there is one."""
-        tile, stage, cursor = self.tile, self.stage, self.cursor
-        count = register("int32", (end - begin - self.team + (tile.teams - 1)) // tile.teams)
-        with T.serial(0, count[0], unroll=False) as i:
-            T.evaluate(T.cuda.mbarrier_wait(self.ring.full(cursor.slot), cursor.phase))
-            assign(self.low, 0, self.base[0] + T.cast(cursor.slot * (stage.offset() // 16), "uint32"))
-            codes = {}
-            for b in range(4 * tile.slice // tile.batch):
-                steps = range(b * tile.batch, (b + 1) * tile.batch)
-                for j in steps:
-                    if j % 4 == 0:
-                        codes[j // 4] = load_codes(self.k, self.ring.views["q"], cursor.slot, j // 4)
-                    if 16 * j % stage.step == 0:
-                        self.steps.begin(self.ring.views, cursor.slot, 16 * j // stage.step)
-                    for f in range(tile.blocks):
-                        self.steps.weights(f, codes[j // 4][f], j % 4, self._fragment(j, f))
-                ptx("wgmma.fence.sync.aligned")
-                for j in steps:
-                    for f in range(tile.blocks):
-                        self._issue(j, f, j > 0 or i > 0)  # the first overwrites acc
-                ptx("wgmma.commit_group.sync.aligned")
-                ptx("wgmma.wait_group.sync.aligned", 1)
-                if b == 0:
-                    with when(i > 0):
-                        self.ring.release(self.previous[0])
-            assign(self.previous, 0, cursor.slot)
-            cursor.advance(tile.teams)
-        ptx("wgmma.wait_group.sync.aligned", 0)
-        settled(self.acc, tile.blocks * self.width)
-        with when(count[0] > 0):
-            self.ring.release(self.previous[0])
-        return count[0] > 0
+    def fill(self, steps) -> None:
+        slot, views = self.cursor.slot, self.ring.views
+        for j in steps:
+            if j % 4 == 0:
+                self.codes = load_codes(self.k, views["q"], slot, j // 4)
+            if 16 * j % self.stage.step == 0:
+                self.steps.begin(views, slot, 16 * j // self.stage.step)
+            for f in range(self.tile.blocks):
+                self.steps.weights(f, self.codes[f], j % 4, self.fragment(j, f))
 
-    def _fragment(self, j: int, f: int) -> list:
-        """Registers of the A fragment for times j of block f."""
-        first = 4 * (j % (2 * self.tile.batch) * self.tile.blocks + f)
-        return [self.fragments[first + r] for r in range(4)]
-
-    def _issue(self, j: int, f: int, add):
+    def issue(self, j: int, f: int, add) -> None:
         half, width = self.k.weight.half.ptx, self.width
         at = j // 4 * (self.tile.tokens * ROW // 16) + j % 4 * 2  # in units of 16 bytes, from the stage's x on
         descriptor = T.alloc_local([1], "uint64")
@@ -249,7 +206,7 @@ class Consumer:
         ptx(
             instruction,
             *(self.acc[f * width + r] for r in range(width)),
-            *self._fragment(j, f),
+            *self.fragment(j, f),
             descriptor[0],
             add,
             1,
