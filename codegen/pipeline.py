@@ -77,7 +77,7 @@ def compile_into(
     files = sorted(f for f in directory.iterdir() if f.is_file())
     manifest = Manifest(
         scheme.name, scheme.text, plain_params(scheme), kind, libraries, planned.buffers,
-        {arch: p.variants for arch, p in plans.items()}, {arch: p.table for arch, p in plans.items()}, planned.offset, planned.max_k,
+        {arch: p.variants for arch, p in plans.items()}, {arch: p.table for arch, p in plans.items()}, planned.offset, planned.kept, planned.max_k,
         tuple(str(n) for n in planned.notes), toolchain,
         {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}, digest,
     )  # fmt: skip

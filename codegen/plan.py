@@ -45,6 +45,7 @@ class MainLoop:
     order: Order | None = None  # the order of the inputs, if not their own
     parts: int = 1  # of the features, if the output has one for each of several
     activation: str | None = None  # the codes that x is quantized to, which are multiplied instead of x
+    token_scale: str | None = None  # their grouped scale's name
 
     @property
     def grouped(self) -> tuple[str, ...]:
@@ -66,7 +67,9 @@ class MainLoop:
         core += f" * {self.scale}" if self.scale else ""
         core += f" {'-' if self.subtract else '+'} {self.offset}" if self.offset else ""
         if self.activation:
-            return f"tensor cores: {self.activation} by {core}"
+            scaled = f"{self.activation} * {self.token_scale}" if self.token_scale else self.activation
+            about = f", groups of {self.group} along k" if self.group else ""
+            return f"tensor cores: {scaled} by {core}{about}"
         about = ["one group along k" if self.group is None else f"groups of {self.group} along k"]
         about += [str(self.order)] if self.order else []
         about += [f"{self.parts} features of the weight for one of y"] if self.parts > 1 else []
@@ -87,6 +90,7 @@ class Plan:
     variants: tuple[Variant, ...]
     table: Table
     offset: float
+    kept: int | None  # bits below its largest term that the multiplier keeps of a sum (None: a float32, or all)
     max_k: int | None
     notes: tuple[Diagnostic, ...]
 
@@ -139,9 +143,9 @@ def plan(scheme: Scheme, target: Target) -> Plan:
     else:
         # One thread sums a number of y by rising k, however many rows there are: the order never depends on m.
         variants, table = (Variant("portable", (*quantize, portable), order="by rising k"),), only("portable")
-    offset = 0.0 if loop is None else _weight(scheme, loop).excess
+    offset, kept = (0.0, None) if loop is None else (_weight(scheme, loop).excess, _weight(scheme, loop).kept)
     notes += _unused_hints(scheme, target)
-    return Plan(scheme, target, weight, x_split, multiply, compute.accumulator, step, loop, buffers, variants, table, offset,
+    return Plan(scheme, target, weight, x_split, multiply, compute.accumulator, step, loop, buffers, variants, table, offset, kept,
                 _max_k(scheme, weight, x_split), notes)  # fmt: skip
 
 
@@ -275,7 +279,7 @@ def _byte_loop(scheme: Scheme, weight: Split, activation: Split, target: Target)
     for all of k, their factors."""
     operand, code = scheme.compute.operand, scheme.code
     (name,) = names(activation.core) if isinstance(activation.core, Ref) else ("",)
-    rest = (weight.fold, weight.promote, weight.correction, activation.fold, activation.promote, activation.correction)
+    rest = (weight.fold, weight.correction, activation.fold, activation.correction)
     if operand.name not in target.byte_fragments or any(e is not None for e in rest) or weight.core != Ref(code.name):
         return None
     if name == "x" or scheme.tensor(name).dtype != operand or scheme.output.dtype.bits != 16 or len(code.index) != 2:
@@ -283,7 +287,22 @@ def _byte_loop(scheme: Scheme, weight: Split, activation: Split, target: Target)
     widened = operand == dtype("i8") and code.dtype == dtype("i4")
     if (code.dtype != operand and not widened) or scheme.output.half:
         return None
-    return MainLoop(code.name, None, None, 0, None, activation=name)
+    scales = (weight.promote, activation.promote)
+    if any(e is not None and not isinstance(e, Ref) for e in scales):
+        return None
+    scale, of_tokens = (None if e is None else e.name for e in scales)
+    sizes = {*weight.groups, *activation.groups}
+    group = next(iter(sizes), None)
+    if len(sizes) > 1 or (group and group % 128):  # whole k tiles
+        return None
+    for tensor in (scheme.tensor(n) for n in (scale, of_tokens) if n):
+        if str(tensor.dtype) != "f32" or len(tensor.index) != 2:
+            return None
+    if scale and _place(scheme.tensor(scale), scheme) is None:
+        return None
+    if of_tokens and scheme.tensor(of_tokens).index[0] != Var("m"):
+        return None
+    return MainLoop(code.name, scale, None, 0, group, activation=name, token_scale=of_tokens)
 
 
 def _weight(scheme: Scheme, loop: MainLoop) -> Weight | ByteWeight:
@@ -396,6 +415,7 @@ def _main_loop_variants(
     given = [loop.code, *loop.grouped]
     rest = [t.name for t in scheme.tensors if t.loaded and t.role != "index" and t.name not in given]
     before, x = tuple(portable[:-1]), loop.activation or "x"
+    given = [*given, *([loop.token_scale] if loop.token_scale else [])]
     rest = [*computed_factors(scheme, loop), *rest]
     if loop.order:
         before, x = (Step("order_inputs", ("x", SOURCE, ORDERED)),), ORDERED
@@ -422,9 +442,8 @@ def _main_loop_variants(
 def computed_factors(scheme: Scheme, loop: MainLoop) -> list[str]:
     """What is computed of x beside its codes, and the epilogue takes."""
     activation = scheme.activation() if loop.activation else None
-    return (
-        [t.name for t in activation.operand.tensors if not t.loaded and t.name != loop.activation] if activation else []
-    )
+    tensors, used = activation.operand.tensors if activation else (), (loop.activation, loop.token_scale)
+    return [t.name for t in tensors if not t.loaded and t.name not in used]
 
 
 # ---- kernel layouts ----------------------------------------------------------------------------------------------
@@ -439,7 +458,7 @@ def _buffer(t: Tensor, scheme: Scheme, target: Target, loop: MainLoop | None) ->
         tile = loop is not None or (target.kind == "cuda" and scheme.code.dtype.bits == 4)
         layout = _layout(t, scheme, tile, loop is not None and bool(loop.table))
         if loop and loop.activation and t.name == loop.code:
-            layout = fragment_bytes(t.dtype.bits)
+            layout = fragment_bytes() if t.dtype.bits == 4 else byte_matrices()
     if t.dtype.bits <= 8:
         return Buffer(t.name, f"uint{layout.word}", layout, order, parts)
     native = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "i32": "int32", "idx": "int32"}
@@ -510,17 +529,26 @@ def fragment_codes(rank: int, bits: int, looked_up: bool = False) -> Layout:
     return Layout(dims, (*outer, Axis((), runs)), bits, 32)
 
 
-def fragment_bytes(bits: int) -> Layout:
+def fragment_bytes() -> Layout:
     """The A fragment of 32 inputs, bytes: n = r:2 c:8, k = h:2 t:4 p:4.  A lane is (c t) and has four steps s = 2 u + v of
-    128 inputs. Codes of 4 bits have the bytes of both r in one."""
-    steps = (Digit("s", 4),) if bits == 8 else (Digit("u", 2), Digit("v", 2))
+    128 inputs. Codes of 4 bits: a byte has those of both r."""
     dims = (
         (Digit("o"), Digit("r", 2), Digit("c", 8)),
-        (Digit("i"), *steps, Digit("h", 2), Digit("t", 4), Digit("p", 4)),
+        (Digit("i"), Digit("u", 2), Digit("v", 2), Digit("h", 2), Digit("t", 4), Digit("p", 4)),
     )
-    lots, words, lanes = ("s", "hr", "p") if bits == 8 else ("u", "vh", "pr")
-    run = Run(tuple(map(Lane, lanes)))
-    return Layout(dims, (Axis(("o",)), Axis(("i",)), Axis((lots, "c", "t")), Axis(tuple(words), (run,))), bits, 32)
+    words = Axis(("v", "h"), (Run((Lane("p"), Lane("r"))),))
+    return Layout(dims, (Axis(("o",)), Axis(("i",)), Axis(("u", "c", "t")), words), 4, 32)
+
+
+def byte_matrices() -> Layout:
+    """What wgmma reads from shared memory without swizzle: matrices of 8 features (c) by 16 bytes (t, p), of 128 inputs those
+    of features 0 .. 7, then those of features 8 .. 15 (r)."""
+    dims = (
+        (Digit("o"), Digit("r", 2), Digit("c", 8)),
+        (Digit("i"), Digit("s", 8), Digit("t", 4), Digit("p", 4)),
+    )
+    words = Axis(("t",), (Run((Lane("p"),)),))
+    return Layout(dims, (Axis(("o",)), Axis(("i",)), Axis(("r", "s", "c")), words), 8, 32)
 
 
 def cell(bits: int) -> int:

@@ -94,7 +94,7 @@ def target(kind: str, arch: str) -> Target:
         if (match := re.fullmatch(r"sm_(\d+)a?", arch)) and int(match[1]) < 80:
             raise TargetError(f"{arch} is too old: the kernels need cp.async and bf16 mma, which came with sm_80")
         _known(arch, GPUS, "CUDA architecture")
-        bytes_ = ("i8",) if arch == "sm_90a" else ()
+        bytes_ = ("i8", "e4m3", "e5m2") if arch == "sm_90a" else ()
         return Target("cuda", arch, ("i32", "f32"), ("f16", "bf16"), bytes_, _GPUS[arch])
     raise TargetError(f"unknown target `{kind}`; one of `cpu`, `cuda`")
 

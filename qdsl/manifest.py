@@ -17,7 +17,7 @@ from qdsl.layout import Axis, Digit, Lane, Layout, Run
 from qdsl.order import Order
 from qdsl.scheme import Scheme
 
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True)
@@ -86,6 +86,7 @@ class Manifest:
     variants: Mapping[str, tuple[Variant, ...]]  # architecture -> its kernels
     tables: Mapping[str, Table]  # architecture -> which of them serves what
     offset: float  # what a bit trick leaves in each code until its group is corrected (0: nothing)
+    kept: int | None  # bits below its largest term that the multiplier keeps of a sum (None: a float32, or all)
     max_k: int | None  # inputs beyond which an integer sum could overflow
     notes: tuple[str, ...]
     toolchain: Mapping[str, str]

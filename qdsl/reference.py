@@ -210,7 +210,15 @@ class Result:
 
 
 def linear(
-    scheme: Scheme, x: np.ndarray, patterns: Patterns, n: int, *, phase: str = "", offset: float = 0.0, expert: int = 0
+    scheme: Scheme,
+    x: np.ndarray,
+    patterns: Patterns,
+    n: int,
+    *,
+    phase: str = "",
+    offset: float = 0.0,
+    kept: int | None = None,
+    expert: int = 0,
 ) -> Result:
     """The layer's output for x [m, k], with a bound derived from the declared types.
 
@@ -219,6 +227,7 @@ def linear(
     The operands round once to the compute type unless their core and factors are exact in it; the sum is a random walk
     of k roundings of the accumulator, taken at twice its standard deviation; integer sums are exact.  `offset` is the
     constant that a kernel's bit trick leaves in each code until the group is corrected: it enlarges the sum's terms.
+    `kept` is how many bits below its largest term the multiplier keeps of a sum, if it is not a float32 (`_short_sums`).
     `expert` chooses one of a stack.
     """
     k = x.shape[1]
@@ -245,7 +254,36 @@ def linear(
         error = error + steps * terms
         if offset:
             error = error + steps * offset * (np.abs(a) @ np.abs(_factor(scheme, patterns, n, k)).T)
+        if kept is not None:
+            error = error + _short_sums(a, w, kept)
     return epilogue(scheme, acc, error, {**patterns, **computed})
+
+
+RUN, PRODUCTS = (
+    128,
+    32,
+)  # inputs whose products a multiplier of fp8 sums before they are added to a float32, and at once
+
+
+def _short_sums(a: np.ndarray, w: np.ndarray, kept: int) -> np.ndarray:
+    """How far sums of fp8 products on tensor cores may be off.
+
+    An instruction adds 32 products to what it has: all of them cut off `kept` bits below the leading bit of the largest
+    (DeepSeek-V3 Technical Report, section 3.3, and measured). A cut is off by up to a unit, evenly; so the 132 of 128 inputs are
+    off by a random walk, taken at twice its standard deviation.
+    """
+    error = np.zeros((len(a), len(w)))
+    walk = 2 * np.sqrt(RUN // PRODUCTS * (PRODUCTS + 1) / 12) * 2.0**-kept
+    for start in range(0, a.shape[1], RUN):
+        end = min(start + RUN, a.shape[1])
+        largest = np.outer(np.abs(a[:, start:end]).max(1), np.abs(w[:, start:end]).max(1))
+        total = np.zeros_like(error)
+        for first in range(start, end, PRODUCTS):
+            part = slice(first, min(first + PRODUCTS, end))
+            total = total + a[:, part] @ w[:, part].T
+            largest = np.maximum(largest, np.abs(total))
+        error = error + walk * largest
+    return error
 
 
 def epilogue(scheme: Scheme, acc: np.ndarray, error: np.ndarray, patterns: Patterns) -> Result:

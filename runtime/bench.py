@@ -23,6 +23,7 @@ from qdsl import reference, results
 from qdsl.artifact import Artifact
 from qdsl.diagnostic import Error
 from qdsl.expr import Expr
+from qdsl.manifest import Manifest
 from qdsl.results import Cell, Results
 from qdsl.runtime.linear import QuantLinear
 from qdsl.runtime.repack import format_of, torch_dtype
@@ -245,7 +246,7 @@ class Bench:
         @functools.cache
         def answer(m: int) -> _Answer:
             rows = _looked_at(self.tokens, n, k) if alone else np.arange(m)
-            return _answer(self.scheme, x[:m].double().numpy(), rows, patterns, exact, layers[0].manifest.offset)
+            return _answer(self.scheme, x[:m].double().numpy(), rows, patterns, exact, layers[0].manifest)
 
         alone = _rows_stand_alone(self.scheme)
         for m in self.tokens:
@@ -313,9 +314,14 @@ class _Answer:
 
 
 def _answer(
-    scheme: Scheme, x: np.ndarray, rows: np.ndarray, patterns: reference.Patterns, weight: torch.Tensor, offset: float
+    scheme: Scheme,
+    x: np.ndarray,
+    rows: np.ndarray,
+    patterns: reference.Patterns,
+    weight: torch.Tensor,
+    manifest: Manifest,
 ) -> _Answer:
-    found = reference.linear(scheme, x[rows], patterns, len(weight), offset=offset)
+    found = reference.linear(scheme, x[rows], patterns, len(weight), offset=manifest.offset, kept=manifest.kept)
     return _Answer(scheme, rows, found.y, found.bound, x[rows] @ weight.numpy().T)
 
 

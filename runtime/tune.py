@@ -234,8 +234,10 @@ class Trial:
         self.first: torch.Tensor | None = None
         self.rows = np.unique(np.linspace(0, m - 1, ROWS, dtype=int))
         x = self.x[torch.from_numpy(self.rows).to(self.device)].double().cpu().numpy()
-        offset = self.kernel.artifact.manifest.offset
-        self.right = reference.linear(scheme, x, self.patterns, len(self.features), offset=offset)
+        manifest = self.kernel.artifact.manifest
+        self.right = reference.linear(
+            scheme, x, self.patterns, len(self.features), offset=manifest.offset, kept=manifest.kept
+        )
 
     def call(self, name: str, copy: int) -> None:
         self.kernel.run_variant(name, self.x, self.copies[copy], self.y)

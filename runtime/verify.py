@@ -125,7 +125,9 @@ def _run(report: Report, scheme: Scheme, layer: QuantLinear, patterns, case: str
     """One case through every kernel of the artifact, whichever the layer would choose."""
     x = scheme.output.dtype.round(_input(case, rng, m, k))
     added = {t.name: t.dtype.encode(rng.standard_normal((m, n))) for t in scheme.output.tensors if t.role == "residual"}
-    expected = reference.linear(scheme, x, {**patterns, **added}, n, offset=layer.manifest.offset)
+    expected = reference.linear(
+        scheme, x, {**patterns, **added}, n, offset=layer.manifest.offset, kept=layer.manifest.kept
+    )
     given = torch.from_numpy(x).to(layer.dtype).to(layer.device)
     residual = next((_as_tensor(scheme.tensor(name), bits, layer.device) for name, bits in added.items()), None)
     variants = layer.kernel.variants(k)

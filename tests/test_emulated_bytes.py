@@ -1,4 +1,4 @@
-"""Products of int8 on Hopper, emulated: quantized activations by quantized weights, from the scheme to y."""
+"""Products of bytes on Hopper, emulated: quantized activations by quantized weights, from the scheme to y."""
 
 from __future__ import annotations
 
@@ -27,8 +27,11 @@ SCHEMES = {
     "int8": qdsl.load("w8a8_dynamic"),
     "int8-f16": qdsl.load("w8a8_dynamic", act="f16"),
     "w4a8": qdsl.load(TEST_SCHEMES / "w4a8_channel.q"),
+    "e4m3": qdsl.load("fp8_dynamic"),
+    "e5m2": qdsl.load("fp8_dynamic", fmt="e5m2", act="f16"),
+    "blocks": qdsl.load("fp8_block"),
 }
-KERNELS = ("w16", "w16_split", "w32_wide", "w64_tail", "w128")
+WHOLE, NIBBLES = ("w16", "w16_split", "w64_wide", "w128_tail"), ("w16", "w16_split", "w32_wide", "w64_tail", "w128")
 
 
 def run(scheme: Scheme, names, shapes, folder: Path) -> dict[str, float]:
@@ -43,9 +46,10 @@ def run(scheme: Scheme, names, shapes, folder: Path) -> dict[str, float]:
         x = torch.from_numpy(np.random.default_rng(1).standard_normal((m, k))).to(
             repack.torch_dtype(scheme.output.dtype)
         )
-        expected = reference.linear(scheme, x.double().numpy(), patterns, n)
+        expected = reference.linear(scheme, x.double().numpy(), patterns, n, kept=planned.kept)
         given = {"x": x, "y": torch.empty(m, n, dtype=x.dtype)}
-        given |= {"t": torch.empty(m), "a": torch.empty(m, k, dtype=torch.uint8)}
+        t, a = (scheme.tensor(name).shape({"e": 1, "m": m, "n": n, "k": k}, scheme) for name in "ta")
+        given |= {"t": torch.full(t, torch.nan), "a": torch.empty(a, dtype=torch.uint8)}
         given |= {b.tensor: packed(b, scheme.tensor(b.tensor), patterns[b.tensor], Inputs(k)) for b in planned.buffers}
         for variant in (v for v in planned.variants if v.name in names):
             given["y"].fill_(float("nan"))
@@ -58,19 +62,21 @@ def run(scheme: Scheme, names, shapes, folder: Path) -> dict[str, float]:
 
 @NEEDS
 @pytest.mark.parametrize("name", SCHEMES)
-def test_every_kind_of_weight(name, tmp_path):
-    worst = run(SCHEMES[name], KERNELS, [(3, 72, 208), (20, 40, 144)], tmp_path)
-    assert worst.keys() == set(KERNELS) and max(worst.values()) <= 1, worst
+def test_every_kind_of_byte(name, tmp_path):
+    kernels = NIBBLES if SCHEMES[name].code.dtype.bits == 4 else WHOLE
+    worst = run(SCHEMES[name], kernels, [(3, 72, 208), (20, 40, 144)], tmp_path)
+    assert worst.keys() == set(kernels) and max(worst.values()) <= 1, worst
 
 
 @NEEDS
-def test_integers_of_many_tokens(tmp_path):
-    """Instructions of 128 tokens, two for 256."""
-    worst = run(SCHEMES["int8"], ("w256", "w128_wide"), [(140, 72, 272)], tmp_path)
+@pytest.mark.parametrize("name", ["int8", "blocks"])
+def test_many_tokens(name, tmp_path):
+    """Instructions of 128 tokens, two for 256; sums of their own for 128 tokens and one of two blocks."""
+    worst = run(SCHEMES[name], ("w256", "w128_tall"), [(140, 72, 272)], tmp_path)
     assert len(worst) == 2 and max(worst.values()) <= 1, worst
 
 
 def test_what_is_no_product_of_codes_alone_stays_portable():
-    for name in ("w8a8_static", "fp8_dynamic", "nvfp4", "w4a4"):
+    for name in ("w8a8_static", "nvfp4", "w4a4"):
         assert plan(qdsl.load(name), target("cuda", "sm_90a")).main_loop is None
     assert plan(qdsl.load("w8a8_dynamic"), target("cuda", "sm_89")).main_loop is None

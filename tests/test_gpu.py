@@ -62,7 +62,12 @@ def inputs(layer, m, seed=1):
 
 def check(layer, patterns, x, y):
     expected = reference.linear(
-        layer.scheme, x.double().cpu().numpy(), patterns, layer.out_features, offset=layer.manifest.offset
+        layer.scheme,
+        x.double().cpu().numpy(),
+        patterns,
+        layer.out_features,
+        offset=layer.manifest.offset,
+        kept=layer.manifest.kept,
     )
     assert (np.abs(y.double().cpu().numpy() - expected.y) <= expected.bound).all()
 

@@ -41,7 +41,7 @@ def candidates(target: Target, weight: Weight) -> tuple[Candidate, ...]:
     assert not weight.problem, weight.problem
     found: list[Candidate | None]
     if isinstance(weight, ByteWeight):
-        found = [_hopper(weight, tile) for tile in wgmma.byte_tiles()]
+        found = [_hopper(weight, tile) for tile in wgmma.byte_tiles(weight)]
         return tuple(kernel for kernel in found if kernel is not None)
     if target.arch != "sm_90a":
         found = [_mma(target, weight, tile, SHARED) for tile in mma.tiles()]

@@ -43,9 +43,9 @@ class SumStep:
     def begin(self, views, slot, step: int):
         self.start = True
         for f in range(self.tile.feature_tiles):
-            words = _load_groups(self.k, views, slot, f, step)
+            words = load_groups(self.k, views, slot, f, step)
             if self.weight.scale:
-                for r, value in enumerate(_floats(self.k, self.weight.scale, words["scale"])):
+                for r, value in enumerate(floats(self.k, self.weight.scale, words["scale"])):
                     assign(self.scale, 2 * f + r, value)
             if self.shifted:
                 for r, value in enumerate(self._shifts(words.get("zero"))):
@@ -66,12 +66,12 @@ class SumStep:
         if words is None:
             return [T.float32(constant) for constant in constants]
         if weight.zero != "u4":
-            zeros = _floats(self.k, weight.zero, words)
+            zeros = floats(self.k, weight.zero, words)
             return [zeros[r] * T.float32(factors[r]) + T.float32(constants[r]) for r in range(2)]
         upper = words[0] & T.uint32(0xF0) if factors[1] == 16 else words[0] >> T.uint32(4)
         # An integer below 2^23 or-ed into the bits of 2^23 is 2^23 plus that integer.
-        floats = [T.reinterpret("float32", n | T.uint32(0x4B000000)) for n in (words[0] & T.uint32(15), upper)]
-        return [floats[r] + T.float32(constants[r] - 2**23) for r in range(2)]
+        found = [T.reinterpret("float32", n | T.uint32(0x4B000000)) for n in (words[0] & T.uint32(15), upper)]
+        return [found[r] + T.float32(constants[r] - 2**23) for r in range(2)]
 
     def multiply(self, acc, f: int, words, step: int, operands):
         words = self.emit.whole(self.weight.decoded(step, 0), words)
@@ -124,13 +124,13 @@ class WeightStep:
 
     def begin(self, views, slot, step: int):
         for f in range(self.tile.feature_tiles):
-            words = _load_groups(self.k, views, slot, f, step)
+            words = load_groups(self.k, views, slot, f, step)
             if self.packed:
                 self._pack(f, words)
                 continue
             for role, target in (("scale", self.scale), ("zero", self.shift)):
                 if role in words:
-                    for r, value in enumerate(_floats(self.k, self.weight.grouped[role], words[role])):
+                    for r, value in enumerate(floats(self.k, self.weight.grouped[role], words[role])):
                         assign(target, 2 * f + r, value)
             if self.weight.offset:
                 for r, value in enumerate(_offsets(self.k, words["offset"])):
@@ -163,7 +163,7 @@ class WeightStep:
             else:
                 assign(self.shift, 2 * f + r, T.uint32(decode.bits(half, -float(weight.bias)) * 0x10001))
             if weight.arithmetic == "split":
-                self._split(2 * f + r, _floats(self.k, weight.scale, words["scale"])[r])
+                self._split(2 * f + r, floats(self.k, weight.scale, words["scale"])[r])
             elif weight.scale:
                 self._pair("scale", words, r, self.scale[2 * f + r])
             if weight.offset:
@@ -177,7 +177,7 @@ class WeightStep:
             word = words[role][0]
             ptx("prmt.b32", out, word, word, T.uint32(0x3232 if r else 0x1010))
         else:
-            value = _floats(self.k, self.weight.grouped[role], words[role])[r]
+            value = floats(self.k, self.weight.grouped[role], words[role])[r]
             ptx(f"cvt.rn.{self.weight.half.ptx}x2.f32", out, value, value)
 
     def _split(self, at: int, scale):
@@ -240,13 +240,13 @@ class WeightStep:
             return found
         pair = T.alloc_local([1], "uint32")
         self.emit.halves(way, words, pair[0])
-        return [value * T.float32(1 / way.factor) for value in _floats(self.k, weight.compute, [pair[0]])]
+        return [value * T.float32(1 / way.factor) for value in floats(self.k, weight.compute, [pair[0]])]
 
     def end(self, acc):
         pass
 
 
-def _load_groups(k: Kernel, views, slot, f: int, step) -> dict[str, list]:
+def load_groups(k: Kernel, views, slot, f: int, step) -> dict[str, list]:
     """By role, the words of feature tile f that hold the values of features c and c + 8."""
     loaded = {}
     for role, dtype in k.weight.grouped.items():
@@ -260,14 +260,14 @@ def _load_groups(k: Kernel, views, slot, f: int, step) -> dict[str, list]:
     return loaded
 
 
-def _floats(k: Kernel, dtype: str, words) -> list:
+def floats(k: Kernel, dtype: str, words) -> list:
     """Loaded words -> the float32 values of features c and c + 8."""
     if dtype in INTEGERS:
         return [T.cast(number, "float32") for number in _integers(dtype, words)]
     if dtype in ("e4m3", "e5m2") and k.tile.converts_fp8:
         pair = T.alloc_local([1], "uint32")
         ptx(f"cvt.rn.f16x2.{dtype}x2", pair[0], T.cast(words[0], "uint16"))
-        return _floats(k, "float16", [pair[0]])
+        return floats(k, "float16", [pair[0]])
     if dtype in ("e4m3", "e5m2", "e8m0"):
         return [_small_float(dtype, byte) for byte in _integers("u8", words)]
     if dtype == "float32":
@@ -280,7 +280,7 @@ def _floats(k: Kernel, dtype: str, words) -> list:
 
 def _offsets(k: Kernel, words) -> list:
     """Loaded words -> what is added to the weights of features c and c + 8."""
-    return [-value if k.weight.subtract else value for value in _floats(k, k.weight.offset, words)]
+    return [-value if k.weight.subtract else value for value in floats(k, k.weight.offset, words)]
 
 
 def _integers(dtype: str, words) -> list:

@@ -87,7 +87,7 @@ def lower(
                                 useful = _early(walk, begin, end, sms * _residents(weight, tile))
                                 begin = boxes.fill_first(part, begin, end, useful, overlap.wait)
                             boxes.fill(part, begin, end)
-                    if weight.grouped:
+                    if weight.grouped or weight.token_scale:
                         warp = k.thread // 32 - (tile.consumers // 32 + 1)
                         with when(tirx.all(warp >= 0, warp < tile.fill_warps)):
                             cursor = Cursor(tile.stages, warp, 1)
@@ -289,9 +289,11 @@ def order(weight: Weight, tile: Cut) -> str | None:
         return "integers"  # are summed exactly in any order
     if tile.tail:
         return None
-    span = f"by {64 * tile.slice}"
+    span = f"by {64 * weight.unit * tile.slice}"
     share = "1 team" if tile.teams == 1 else f"{tile.teams} teams {span}"
     share = share if tile.split == 1 else f"{tile.split} CTAs {span}, of {share}"
     if tile.correct == "sums":
         return f"mma {share}, corrects sums of {Stage(weight, tile).step}"
+    if weight.promoted:
+        return f"wgmma {share}, adds sums of {32 * tile.batch}"
     return f"wgmma {share}"

@@ -31,6 +31,7 @@ class Kernel(Generic[Cut]):
     x: tirx.Buffer
     q: tirx.Buffer
     grouped: Mapping[str, tirx.Buffer]  # scale and zero by role
+    token_scale: tirx.Buffer | None
     M: tirx.Expr
     N: tirx.Expr  # features of y
     K: tirx.Expr  # units of 16 bits of x
@@ -53,7 +54,7 @@ class Kernel(Generic[Cut]):
         units = tirx.truncdiv(K, tirx.IntImm("int64", weight.unit)) if weight.unit > 1 else K
         sizes = {name: T.cast(size, "int32") for name, size in (("M", M), ("N", N), ("K", units))}
         grouped = {role: buffers[role] for role in weight.grouped}
-        return cls(weight, tile, buffers["x"], buffers["q"], grouped, **sizes, **places)
+        return cls(weight, tile, buffers["x"], buffers["q"], grouped, buffers.get("token_scale"), **sizes, **places)
 
     def stores(self, m, count: int = 1):
         """Whether one of tokens m .. m + count is stored by this CTA."""

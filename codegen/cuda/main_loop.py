@@ -43,7 +43,16 @@ def lower(plan: Plan) -> dict[str, tirx.PrimFunc]:
 def weight_of(scheme: Scheme, loop: MainLoop) -> Weight | ByteWeight:
     """The main loop's weight as kernels know it."""
     if loop.activation:
-        return ByteWeight(scheme.code.dtype, storage(scheme.output.dtype))
+        place = place_in(loop, scheme.tensor(loop.scale), scheme) if loop.scale else None
+        return ByteWeight(
+            scheme.compute.operand,
+            scheme.code.dtype,
+            storage(scheme.output.dtype),
+            loop.group and loop.group // 2,
+            "float32" if loop.scale else None,
+            Shared(place.features, place.inputs and place.inputs // 2) if place else None,
+            "float32" if loop.token_scale else None,
+        )
 
     def loaded(name: str | None) -> str | None:
         kind = scheme.tensor(name).dtype if name else None

@@ -114,7 +114,8 @@ def lower(
 def declare(weight, parts, extra, output):
     """Parameters -> own buffers by role, extra buffers by name. N is what y has."""
     M, N, K = (tirx.Var(v, "int64") for v in "MNK")
-    groups, blocks = ceildiv(K, weight.group) if weight.group else 1, ceildiv(N, 16 // parts)
+    units = ceildiv(K, weight.unit) if weight.unit > 1 else K
+    groups, blocks = ceildiv(units, weight.group) if weight.group else 1, ceildiv(N, 16 // parts)
     shapes = {
         "x": ((M, K), weight.x_type),
         "q": ((blocks, ceildiv(K, 64 * weight.unit), *words_of(weight.unit_bits)), "uint32"),
@@ -125,9 +126,11 @@ def declare(weight, parts, extra, output):
         shapes[role] = ((blocks, groups, *tail), dtype)
         if place:
             shapes[role] = (
-                tuple(ceildiv(of, by) if by else 1 for of, by in ((N * parts, place.features), (K, place.inputs))),
+                tuple(ceildiv(of, by) if by else 1 for of, by in ((N * parts, place.features), (units, place.inputs))),
                 dtype,
             )
+    if weight.token_scale:
+        shapes["token_scale"] = ((M, ceildiv(K, weight.unit * weight.group)), weight.token_scale)
     own = [(role[0] if role in weight.grouped else role, *shape) for role, shape in shapes.items()]
     others = [(name, shape(M, N, K), dtype) for name, shape, dtype in extra]
     params = [*own, *others, ("y", (M, N), output)]

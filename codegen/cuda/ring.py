@@ -14,7 +14,7 @@ from tvm.tirx.script import builder as T
 
 from qdsl.codegen.cuda.builder import assign, ptx, register, when
 from qdsl.codegen.cuda.kernel import Kernel
-from qdsl.codegen.cuda.stage import READ_ONCE, View, declare_views, evict_first, fill_of
+from qdsl.codegen.cuda.stage import READ_ONCE, FillTokenScales, View, declare_views, evict_first, fill_of
 from qdsl.codegen.cuda.weight import Weight
 
 ROW = 128  # bytes of 64 numbers of a token in shared memory: the width of the swizzle that wgmma reads
@@ -40,11 +40,15 @@ def tensor_maps(buffers, weight: Weight, tile) -> dict:
             0,
         ),
     }
+    if weight.from_shared:  # blocks side by side, k tile by k tile
+        extents, strides = (words // cut, cut, blocks, tiles), (4 * words // cut, tiles * (4 * words), 4 * words)
+        box = (words // cut, cut, tile.features // 16, tile.slice)
+        shapes["q"] = (tuple(map(_wide, extents)), tuple(map(_wide, strides)), "uint32", box, 0)
     maps = {}
     for name, (extents, strides, dtype, box, swizzle) in shapes.items():
         maps[name] = T.Var(f"{name}_map", ty=T.handle("tensormap").ty)
         T.Bind(T.tvm_stack_alloca("tensormap", 1), var=maps[name])
-        box, steps = [T.int64(e) if isinstance(e, int) else e for e in box], [T.int64(1)] * len(extents)
+        box, steps = [*map(_wide, box)], [T.int64(1)] * len(extents)
         T.evaluate(
             T.tensormap_encode_tiled(
                 maps[name], buffers[name].data, *extents, *strides, *box, *steps, descriptor_dtype=dtype,
@@ -52,6 +56,10 @@ def tensor_maps(buffers, weight: Weight, tile) -> dict:
             )
         )  # fmt: skip
     return maps
+
+
+def _wide(extent):
+    return T.int64(extent) if isinstance(extent, int) else extent
 
 
 def _tokens_box(tile, M):
@@ -124,7 +132,7 @@ class Ring:
 
 def _arrivals(weight: Weight) -> list[str]:
     """How each of the lanes that fill groups says that its share has landed: what it copied, and what it stored itself."""
-    stored = {bool(weight.place(role)) for role in weight.grouped}
+    stored = {bool(weight.place(role)) for role in weight.grouped} | ({True} if weight.token_scale else set())
     return [ARRIVALS[own] for own in sorted(stored)]
 
 
@@ -177,11 +185,13 @@ class Boxes:
 
     def _codes(self, k: Kernel, slot, i):
         """Those of stage i into an empty slot, and how many bytes it gets in all."""
-        full, load = self.ring.full(slot), self.load.format(3) + self.hint
+        full, target = self.ring.full(slot), self.ring.views["q"].ptr(slot, 0, 0, 0, 0)
         ptx("mbarrier.arrive.expect_tx.shared.b64", full, self.bytes)
-        target = self.ring.views["q"].ptr(slot, 0, 0, 0, 0)
-        cut = -(-k.weight.unit_bits // 8)
-        ptx(load, target, self.q, 0, i * (k.tile.slice * cut), k.o0, full, *self.policy)
+        if k.weight.from_shared:
+            at = (0, 0, k.o0, i * k.tile.slice)
+        else:
+            at = (0, i * (k.tile.slice * -(-k.weight.unit_bits // 8)), k.o0)
+        ptx(self.load.format(len(at)) + self.hint, target, self.q, *at, full, *self.policy)
 
     def _tokens(self, k: Kernel, slot, i):
         """x of stage i."""
@@ -194,7 +204,9 @@ def fill_groups(k: Kernel, ring: Ring, cursor: Cursor, warp, begin, end):
     """The warps that fill groups, each every so many'th: the scales and zeros of stages begin .. end of a part."""
     tile, step = k.tile, k.tile.fill_warps
     first = begin + warp if step > 1 else begin
-    fills = [fill_of(k, role, ring.views[role], first * tile.slice) for role in k.weight.grouped]
+    fills: list = [fill_of(k, role, ring.views[role], first * tile.slice) for role in k.weight.grouped]
+    if k.weight.token_scale:
+        fills.append(FillTokenScales(k, ring.views["token_scale"], first * tile.slice))
     with T.serial(0, (end - first + (step - 1)) // step, unroll=False):
         slot = cursor.slot
         T.evaluate(T.cuda.mbarrier_wait(ring.empty(slot), cursor.phase))

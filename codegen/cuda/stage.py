@@ -61,16 +61,24 @@ class Stage:
         return f"mma {share}, corrects {f'sums of {self.step}' if self.tile.correct == 'sums' else 'weights'}"
 
     @property
+    def tiles_of_q(self) -> tuple[int, int]:
+        """Blocks of 16 features by k tiles; the other way round if wgmma reads them, blocks side by side."""
+        found = (self.tile.features // 16, self.tile.slice)
+        return found[::-1] if self.weight.from_shared else found
+
+    @property
     def shapes(self) -> dict[str, tuple[tuple[int, ...], str]]:
         """Shape and type by operand."""
         tile = self.tile
         blocks = tile.features // 16
         shapes = {
             "x": (tile.x_shape, self.weight.staged_x),
-            "q": ((blocks, tile.slice, *words_of(self.weight.unit_bits)), "uint32"),
+            "q": ((*self.tiles_of_q, *words_of(self.weight.unit_bits)), "uint32"),
         }
         for role, dtype in self.weight.grouped.items():
             shapes[role] = ((blocks, self.steps, group_bytes(dtype)), "uint8")
+        if self.weight.token_scale:
+            shapes["token_scale"] = ((self.steps, BYTES[self.weight.token_scale] * tile.tokens), "uint8")
         return shapes
 
     def offset(self, operand: str | None = None) -> int:
@@ -275,6 +283,31 @@ class FillShared:
         row = feature // self.place.features if self.place.features else T.int32(0)
         position = tirx.min(self.position[0] + step * self.stage.step, k.K - 1)
         return self.source[wide(row), wide(position // self.place.inputs if self.place.inputs else T.int32(0))]
+
+    def advance(self, tiles: int):
+        assign(self.position, 0, self.position[0] + tiles * 64)
+
+
+class FillTokenScales:
+    """The scales of a stage's tokens and groups, [m, k // group]: every thread loads some and stores them."""
+
+    def __init__(self, k: Kernel, view, first):
+        self.k, self.view, self.stage = k, view, Stage(k.weight, k.tile)
+        self.position = register("int32", first * 64)
+
+    def start(self, slot):
+        k, tile = self.k, self.k.tile
+        source, total = k.token_scale, tile.tokens * self.stage.steps
+        item_bytes = BYTES[k.weight.token_scale]
+        held = k.shared((tile.rings, tile.stages, self.stage.offset() // item_bytes), str(source.dtype))
+        for n in range(-(-total // tile.fillers)):
+            item = n * tile.fillers + k.filler
+            step, token = item // tile.tokens, item % tile.tokens
+            at = self.view.index(slot, step, token * item_bytes)
+            at[2] = at[2] // item_bytes
+            group = tirx.min(self.position[0] + step * self.stage.step, k.K - 1) // k.weight.group
+            with when(item < total):
+                T.buffer_store(held, source[wide(tirx.min(k.m0 + token, k.M - 1)), wide(group)], at)
 
     def advance(self, tiles: int):
         assign(self.position, 0, self.position[0] + tiles * 64)

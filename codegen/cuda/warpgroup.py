@@ -26,7 +26,9 @@ class Warpgroup:
         ptx("shfl_sync.idx.b32", team[0], k.team, T.uint32(0), T.uint32(31), T.uint32(0xFFFFFFFF))
         self.team = team[0] if tile.teams > 1 else T.int32(0)
         self.cursor, self.previous = Cursor(tile.stages, self.team, 0), register("int32", T.int32(0))
-        self.fragments = T.alloc_local([2 * tile.batch * tile.blocks * 4], "uint32")
+        if not k.weight.from_shared:
+            assert 4 * tile.slice // tile.batch % 2 == 0, f"{tile}: batches of a stage alternate between fragments"
+            self.fragments = T.alloc_local([2 * tile.batch * tile.blocks * 4], "uint32")
         self.acc = T.alloc_local([tile.blocks * self.width], k.weight.sums)  # [block, token tile, register]
         base, words = T.alloc_local([1], "uint64"), T.alloc_local([2], "uint32")
         T.evaluate(T.cuda.wgmma.encode_matrix_descriptor(T.address_of(base[0]), k.pool.ptr_to([0]), 1, 64, 3))
@@ -43,12 +45,7 @@ class Warpgroup:
             for b in range(4 * tile.slice // tile.batch):
                 steps = range(b * tile.batch, (b + 1) * tile.batch)
                 self.fill(steps)
-                ptx("wgmma.fence.sync.aligned")
-                for j in steps:
-                    for f in range(tile.blocks):
-                        self.issue(j, f, j > 0 or i > 0)  # the first overwrites acc
-                ptx("wgmma.commit_group.sync.aligned")
-                ptx("wgmma.wait_group.sync.aligned", 1)
+                self.products(steps, i)
                 if b == 0:
                     with when(i > 0):
                         self.ring.release(self.previous[0])
@@ -63,6 +60,15 @@ class Warpgroup:
     def fill(self, steps: Sequence[int]) -> None:
         """The A fragments for some times of the stage, of every block."""
         raise NotImplementedError
+
+    def products(self, steps: Sequence[int], i) -> None:
+        """Fragments by tokens, of those times of the team's stage i; when it ends, the batch before is done."""
+        ptx("wgmma.fence.sync.aligned")
+        for j in steps:
+            for f in range(self.tile.blocks):
+                self.issue(j, f, j > 0 or i > 0)  # the first overwrites acc
+        ptx("wgmma.commit_group.sync.aligned")
+        ptx("wgmma.wait_group.sync.aligned", 1)
 
     def issue(self, j: int, f: int, add) -> None:
         """acc of block f = its fragment of time j, times the tokens, added to acc if `add`."""

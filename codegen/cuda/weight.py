@@ -72,6 +72,10 @@ class Weight:
 
     unit = 1  # inputs in 16 bits of x
     sums = "float32"
+    kept = None
+    from_shared = False  # codes are decoded in registers
+    promoted = False  # sums of some inputs are added to others, once they are multiplied by their scales
+    token_scale = None
 
     @property
     def x_type(self) -> str:

@@ -25,6 +25,7 @@ from qdsl.codegen.cuda.fragments import load_codes
 from qdsl.codegen.cuda.kernel import Kernel
 from qdsl.codegen.cuda.ring import ROW, Ring
 from qdsl.codegen.cuda.warpgroup import Warpgroup
+from qdsl.codegen.cuda.wgmma_bytes import ByteWeight
 
 
 def tiles() -> tuple[WarpgroupTile, ...]:
@@ -52,14 +53,51 @@ def tiles() -> tuple[WarpgroupTile, ...]:
     )  # fmt: skip
 
 
-def byte_tiles() -> list[WarpgroupTile]:
-    """Those for products of bytes (`wgmma_bytes`), of which there are few tokens or a multiple of 16."""
+def byte_tiles(weight: ByteWeight) -> list[WarpgroupTile]:
+    """Those for products of bytes (`wgmma_bytes`)."""
+    return [*_whole_byte_tiles(weight)] if weight.from_shared else _nibble_tiles(weight)
+
+
+def _whole_byte_tiles(weight: ByteWeight) -> tuple[WarpgroupTile, ...]:
+    """Codes that are operands: one warpgroup keeps up with memory, and many tokens may have many sums.
+
+    Where products have sums of their own, a thread has those of 128 tokens beside those of all inputs.
+    """
+    few = {"warpgroups": 1, "blocks": 1, "teams": 1, "slice": 2, "early": True}
+    large = {"registers": (240, 24) if weight.promoted else (224, 56), "persistent": True}
+    return (
+        WarpgroupTile("w16", 16, **few, stages=5, resident=2),
+        WarpgroupTile("w16_deep", 16, **few, stages=10),
+        WarpgroupTile("w16_split", 16, **few, stages=10, split=2),
+        WarpgroupTile("w32", 32, **few, stages=5, resident=2),
+        WarpgroupTile("w32_deep", 32, **few, stages=8),
+        WarpgroupTile("w32_split", 32, **few, stages=8, split=2),
+        WarpgroupTile("w64", 64, **few, stages=6),
+        WarpgroupTile("w64_split", 64, **few, stages=6, split=2),
+        WarpgroupTile("w64_wide", 64, warpgroups=2, blocks=1, teams=1, slice=2, stages=4),
+        WarpgroupTile("w128_narrow", 128, warpgroups=1, blocks=1, teams=1, slice=2, stages=4),
+        WarpgroupTile("w128", 128, warpgroups=2, blocks=1, teams=1, slice=2, stages=3),
+        WarpgroupTile("w128_split", 128, warpgroups=2, blocks=1, teams=1, slice=2, stages=3, split=2),
+        WarpgroupTile("w128_tail", 128, warpgroups=2, blocks=1, teams=1, slice=1, stages=6, persistent=True, tail=True),
+        WarpgroupTile("w128_tall", 128, warpgroups=2, blocks=2, teams=1, slice=1, stages=4, **large),
+        WarpgroupTile("w256", 256, warpgroups=2, blocks=1, teams=1, slice=1, stages=4, **large),
+        WarpgroupTile("w256_tail", 256, warpgroups=2, blocks=1, teams=1, slice=1, stages=4, tail=True, **large),
+    )  # fmt: skip
+
+
+def _nibble_tiles(weight: ByteWeight) -> list[WarpgroupTile]:
+    """Codes that become operands in registers; integer products have a multiple of 16 tokens."""
     few = [
         WarpgroupTile("w16", 16, warpgroups=2, blocks=1, teams=2, slice=2, stages=8),
         WarpgroupTile("w16_narrow", 16, warpgroups=1, blocks=1, teams=2, slice=2, stages=8),
         WarpgroupTile("w16_split", 16, warpgroups=1, blocks=1, teams=2, slice=2, stages=8, split=2),
     ]
-    return [*few, *(t for t in tiles() if t.tokens % 16 == 0)]
+    found = [*few, *(t for t in tiles() if t.tokens % 16 == 0)]
+    if not weight.promoted:
+        return found
+    sums = {tile.name: tile.blocks * tile.tokens // 2 for tile in found}  # of a thread, twice
+    large = {"registers": (224, 56)}
+    return [replace(t, **large) if sums[t.name] == 64 else t for t in found if sums[t.name] <= 64]
 
 
 @dataclass(frozen=True)
@@ -81,21 +119,18 @@ class WarpgroupTile:
     resident: int = 1  # CTAs that an SM must be able to hold: a limit on registers
     registers: tuple[int, int] | None = None  # of a consumer and of a producer thread, if they are redistributed
     persistent: bool = False  # as many clusters as the GPU has room for, instead of one for every part of y
-    tail: bool = (
-        False  # a persistent kernel's last round is shared by the two CTAs of a cluster along k, if it is short
-    )
+    tail: bool = False  # a persistent kernel's last round is shared by two CTAs along k, if it is short
+    early: bool = False  # codes are asked for while the kernel before still runs
 
     correct = "weights"
     result = (0, 1, 2, 3)  # registers of eight tokens, as in `Tile.result`
     rings = 1
     converts_fp8 = True  # in hardware, since sm_89
     looks_up_pairs = False
-    early = False
     swizzle = 1024  # bytes that the stages are aligned to
     fillers, fill_warps = 32, 1  # threads that fill scales and zeros of a stage, and warps that take turns
 
     def __post_init__(self):
-        assert 4 * self.slice // self.batch % 2 == 0, f"{self}: the batches of a stage alternate between register sets"
         # A slot belongs to one team: a team that met the slots of others could be a whole phase ahead of them, and a
         # barrier does not tell the phase after the next from the last.
         assert self.stages % self.teams == 0 and self.threads <= 1024, self

@@ -1,52 +1,83 @@
-"""Products of int8 on Hopper: weights by activations that the step before has quantized.
+"""Products of bytes on Hopper: int8 and fp8, weights by activations that the step before has quantized.
 
 To everything but the multiplication two neighbouring inputs are one unit of 16 bits, so that `hopper`, its ring and its
-stages know nothing of bytes: 64 units are a k tile, and an instruction multiplies 16 units, 32 inputs. Weights are A, from
-registers, stored as the registers of a fragment; tokens are B, from shared memory.
+stages know nothing of bytes: 64 units are a k tile, and an instruction multiplies 16 units, 32 inputs. Tokens are B, from
+shared memory; weights are A. Those of bytes come from shared memory, too, where they lie as wgmma wants them, in matrices of
+8 features by 16 bytes; those of nibbles from registers, stored as the registers of a fragment:
 
                k: 4t .. 4t+3   16+4t .. 16+4t+3
     feature c      [ reg 0 ]       [ reg 2 ]            lane = 4 c + t
     feature c + 8  [ reg 1 ]       [ reg 3 ]            c = 0 .. 7, t = 0 .. 3
 
-Integers are summed exactly, in any order.
+Integers are summed exactly, in any order. The multiplier sums fp8 products with fewer bits than a float32 has, so that after
+every 128 inputs what it has summed is added to sums that have them all; so are sums of groups, times their scales.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
-from qdsl.codegen.cuda.builder import ptx
+from qdsl.codegen.cuda.builder import assign, ptx, settled
+from qdsl.codegen.cuda.correct import floats, load_groups
 from qdsl.codegen.cuda.decode import HALVES, Half
-from qdsl.codegen.cuda.ring import ROW
+from qdsl.codegen.cuda.kernel import Kernel
+from qdsl.codegen.cuda.ring import ROW, Ring
 from qdsl.codegen.cuda.warpgroup import Warpgroup
+from qdsl.codegen.cuda.weight import Shared
 from qdsl.dtype import DType
 
 WIDEST = 128  # tokens of an instruction: TVM knows none of 256 for integers
+OPERANDS = {"i8": "s8", "e4m3": "e4m3", "e5m2": "e5m2"}  # in PTX
+# Codes in shared memory, as the descriptor of a matrix without swizzle has them: bytes of 8 features by 16 of k, and of 16
+# features by a k tile; from one such matrix to the next along k and along features, in units of 16 bytes.
+MATRIX, BLOCK = 128, 16 * ROW
+LEADING, STRIDE = MATRIX // 16, BLOCK // 2 // 16
 
 
 @dataclass(frozen=True)
 class ByteWeight:
-    """What a kernel of bytes needs to know of a weight: w = q, where the epilogue has the rest of it.
+    """What a kernel of bytes needs to know of a weight: w = q * scale, where the epilogue has the rest of it.
 
-    code     i8, or i4, which is multiplied as 16 times itself
-    compute  the type of y: "float16" or "bfloat16"
+    operand      type of the activations' codes and of the multiplier
+    code         that of the weight's: the same, or i4, which is multiplied as 16 times itself
+    compute      of y: "float16" or "bfloat16"
+    group        units of a group along k, whose sums are multiplied by scales: whole k tiles; None: there are no such scales
+    scale        type of the weight's scales of groups
+    shared       which weights share one, if not those of one feature
+    token_scale  type of the scales of x of groups
     """
 
+    operand: DType
     code: DType
     compute: str
+    group: int | None = None
+    scale: str | None = None
+    shared: Shared | None = None
+    token_scale: str | None = None
 
     unit = 2
-    x_type, staged_x, sums = "uint8", "uint16", "uint32"  # registers that have the bits of integers
-    table, group, side_by_side = (), None, False
+    x_type, staged_x = "uint8", "uint16"
+    table, side_by_side = (), False
     arithmetic = "bytes"
     problem = ""
     excess = 0.0
 
     @property
+    def from_shared(self) -> bool:
+        """Weights are operands as they are stored."""
+        return self.code == self.operand
+
+    @property
     def grouped(self) -> dict[str, str]:
-        return {}
+        return {"scale": self.scale} if self.scale else {}
+
+    @property
+    def promoted(self) -> bool:
+        """Sums of 128 inputs or fewer are added to others, in float32."""
+        return self.operand.is_float or self.group is not None
 
     @property
     def half(self) -> Half:
@@ -56,56 +87,167 @@ class ByteWeight:
     def unit_bits(self) -> int:
         return 2 * self.code.bits
 
+    @property
+    def products(self) -> str:
+        """The type of sums of products; integers are held as the registers that have their bits."""
+        return "float32" if self.operand.is_float else "uint32"
+
+    @property
+    def sums(self) -> str:
+        """That of the sums of all inputs."""
+        return "float32" if self.promoted else "uint32"
+
+    @property
+    def kept(self) -> int | None:
+        """Bits below its largest term that the multiplier keeps of a sum; None: all."""
+        return 13 if self.operand.is_float else None
+
+    @property
+    def shrink(self) -> float:
+        """What sums of products are multiplied by."""
+        return 1.0 if self.code == self.operand else 1 / 16
+
     def finished(self, value):
-        """A sum as float32."""
-        value = T.cast(T.reinterpret("int32", value), "float32")
-        return value if self.code.bits == 8 else value * T.float32(1 / 16)
+        """A sum of all inputs as float32."""
+        return value if self.promoted else self.number(value)
+
+    def number(self, value):
+        """A sum of products as float32."""
+        if self.products == "uint32":
+            value = T.cast(T.reinterpret("int32", value), "float32")
+        return value if self.shrink == 1 else value * T.float32(self.shrink)
 
     def table_bytes(self, pairs: bool) -> int:
         return 0
 
-    def place(self, role: str) -> None:
-        return None
+    def place(self, role: str) -> Shared | None:
+        return self.shared
 
 
 class Consumer(Warpgroup):
-    """Codes that are loaded as fragments, or made out of nibbles, by codes."""
+    """Weights that are read from the stage, or made out of nibbles; with `promoted` weights, products are summed in registers
+    of their own, for a block of features and some tokens at a time."""
 
-    def fill(self, steps) -> None:
+    def __init__(self, k: Kernel, stages: Ring):
+        super().__init__(k, stages)
+        self.weight = weight = k.weight
+        self.tokens = min(self.tile.tokens, WIDEST)  # of an instruction
+        if not weight.promoted:
+            self.sums = self.acc
+        else:
+            self.sums = T.alloc_local([self.tokens // 2], weight.products)
+            self.scale = T.alloc_local([2 * self.tile.blocks], "float32")
+        if weight.from_shared:
+            # From x's descriptor, from whose address and leading offset of 1 this one differs by the same in every stage.
+            # Of its own blocks, as all lanes say: the compiler is told that they agree.
+            blocks = k.thread // 128 % self.tile.warpgroups * (4 * self.tile.blocks)
+            own = T.alloc_local([1], "uint32")
+            agreed = (T.uint32(0), T.uint32(31), T.uint32(0xFFFFFFFF))
+            ptx("shfl_sync.idx.b32", own[0], T.cast(blocks, "uint32"), *agreed)
+            away = (LEADING - 1 << 16) + self.stage.offset("q") // 16
+            self.codes = own[0] * T.uint32(BLOCK // 16) + T.uint32(away)
+
+    def multiply(self, begin, end):
+        if self.weight.promoted:
+            for r in range(self.tile.blocks * self.width):
+                assign(self.acc, r, T.float32(0))
+        return super().multiply(begin, end)
+
+    def fill(self, steps: Sequence[int]) -> None:
+        if self.weight.from_shared:
+            return
         for j in steps:
             for f in range(self.tile.blocks):
                 self._load(j, f)
 
-    def _load(self, j: int, f: int) -> None:
-        """The A fragment for times j of block f, and with codes of 4 bits that of j + 1 as well.
+    def products(self, steps: Sequence[int], i) -> None:
+        if not self.weight.promoted:
+            return super().products(steps, i)
+        self._load_scales(steps[0] // 4)
+        for f in range(self.tile.blocks):
+            for first in range(0, self.tile.tokens, self.tokens):
+                ptx("wgmma.fence.sync.aligned")
+                for j in steps:
+                    self._multiply(self.sums, 0, j, f, first, j > steps[0])
+                ptx("wgmma.commit_group.sync.aligned")
+                ptx("wgmma.wait_group.sync.aligned", 0)
+                settled(self.sums, self.tokens // 2)
+                self._promote(steps[0] // 4, f, first)
 
-        Bytes are loaded into the registers of the fragment: not before the instructions that read them last have ended, as
-        whoever loads all of a k tile at once would find, for registers that only move are one.
-        """
-        each = 32 // self.k.weight.code.bits // 4  # steps of 16 bytes
-        if j % each:
+    def issue(self, j: int, f: int, add) -> None:
+        for first in range(0, self.tile.tokens, self.tokens):
+            self._multiply(self.acc, (f * self.tile.tokens + first) // 2, j, f, first, add)
+
+    def _multiply(self, sums, at: int, j: int, f: int, first: int, add) -> None:
+        """Registers `at` .. of sums = block f by tokens first .. at times j, added to what they hold if `add`."""
+        weight, operand = self.weight, OPERANDS[self.weight.operand.name]
+        kind, signs = ("f32", (1, 1)) if weight.products == "float32" else ("s32", ())
+        row = j // 4 * self.tile.tokens + first  # of the stage's x
+        tokens = self._descriptor(self.low[0] + T.uint32(row * ROW // 16 + j % 4 * 2), self.base[1])
+        if weight.from_shared:
+            block = j // 4 * (self.tile.features // 16) + 4 * f
+            start = self.low[0] + self.codes + T.uint32((block * BLOCK + j % 4 * 2 * MATRIX) // 16)
+            a = [self._descriptor(start, T.uint32(STRIDE))]
+        else:
+            a = self.fragment(j, f)
+        registers = (sums[at + r] for r in range(self.tokens // 2))
+        instruction = f"wgmma.mma_async.sync.aligned.m64n{self.tokens}k32.{kind}.{operand}.{operand}"
+        ptx(instruction, *registers, *a, tokens, add, *signs)
+
+    @staticmethod
+    def _descriptor(low, high):
+        """A matrix in shared memory; addresses are in units of 16 bytes."""
+        descriptor = T.alloc_local([1], "uint64")
+        ptx("mov.b64", descriptor[0], low, high)
+        return descriptor[0]
+
+    def _load_scales(self, i: int) -> None:
+        """The weight's scales of k tile i."""
+        if not self.weight.scale:
             return
-        at = self.ring.views["q"].ptr(self.cursor.slot, self.k.block(f), j // 4, self.k.lane + 32 * (j % 4 // each), 0)
-        if each == 1:
-            ptx("ld.shared.v4.b32", *self.fragment(j, f), at)
+        step = 64 * i // self.stage.step
+        for f in range(self.tile.blocks):
+            words = load_groups(self.k, self.ring.views, self.cursor.slot, f, step)
+            for r, value in enumerate(floats(self.k, self.weight.scale, words["scale"])):
+                assign(self.scale, 2 * f + r, value)
+
+    def _promote(self, i: int, f: int, first: int) -> None:
+        """acc of block f and tokens first .. += the products of k tile i, times the scales of its group."""
+        weight, step = self.weight, 64 * i // self.stage.step
+        uniform = weight.shared is not None and (not weight.shared.features or weight.shared.features % 16 == 0)
+        of_tokens = T.alloc_local([2], "float32")
+        for j in range(self.tokens // 8):
+            factors = [[], []]  # of features c and c + 8, by token
+            if weight.token_scale:
+                at = self.ring.views["token_scale"].ptr(
+                    self.cursor.slot, step, 4 * (first + 8 * j + self.k.lane % 4 * 2)
+                )
+                ptx("ld.shared.v2.f32", of_tokens[0], of_tokens[1], at)
+            for r in range(2):
+                for p in range(2):
+                    scale = self.scale[2 * f + (0 if uniform else r)] if weight.scale else None
+                    token = of_tokens[p] if weight.token_scale else None
+                    factors[r].append(scale if token is None else token if scale is None else scale * token)
+            for r in range(4):
+                at = f * self.width + first // 2 + 4 * j + r
+                value, factor = weight.number(self.sums[4 * j + r]), factors[r // 2][r % 2]
+                assign(self.acc, at, self.acc[at] + (value if factor is None else value * factor))
+
+    def _load(self, j: int, f: int) -> None:
+        """The A fragments for times j and j + 1 of block f, if j is even: nibbles in the upper halves of bytes, of feature c
+        those in the lower of two nibbles, of c + 8 in the upper.
+
+        Not before the instructions that read the registers last have ended, as whoever loads all of a k tile at once would
+        find, for registers that only move are one.
+        """
+        if j % 2:
             return
         words = T.alloc_local([4], "uint32")
+        at = self.ring.views["q"].ptr(self.cursor.slot, self.k.block(f), j // 4, self.k.lane + 32 * (j % 4 // 2), 0)
         ptx("ld.shared.v4.b32", *(words[i] for i in range(4)), at)
-        for step in range(each):
+        for step in range(2):
             a = self.fragment(j + step, f)
-            for h in range(2):  # nibbles in the upper halves of bytes: of c in the lower of two, of c + 8 in the upper
+            for h in range(2):
                 word = words[2 * step + h]
                 for r, moved in enumerate((word << T.uint32(4), word)):
                     ptx("and.b32", a[2 * h + r], moved, T.uint32(0xF0F0F0F0))
-
-    def issue(self, j: int, f: int, add) -> None:
-        tile = self.tile
-        tokens = min(tile.tokens, WIDEST)
-        for first in range(0, tile.tokens, tokens):
-            row = j // 4 * tile.tokens + first  # of the stage's x
-            descriptor = T.alloc_local([1], "uint64")
-            start = row * ROW // 16 + j % 4 * 2  # in units of 16 bytes
-            ptx("mov.b64", descriptor[0], self.low[0] + T.uint32(start), self.base[1])
-            acc = (self.acc[(f * tile.tokens + first) // 2 + r] for r in range(tokens // 2))
-            instruction = f"wgmma.mma_async.sync.aligned.m64n{tokens}k32.s32.s8.s8"
-            ptx(instruction, *acc, *self.fragment(j, f), descriptor[0], add)

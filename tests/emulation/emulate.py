@@ -65,7 +65,7 @@ _INSTRUCTIONS: list[tuple[str, str]] = [
     (r"ld\.shared\.u16 .*", "{0} = simt::load<uint16_t>({1})"),
     (r"ld\.shared\.b32 .*", "{0} = simt::load<uint32_t>({1})"),
     (r"ld\.shared\.f32 .*", "{0} = simt::load<float>({1})"),
-    (r"ld\.shared\.v2\.b32 .*", "simt::load_all<uint32_t>({2}, {0}, {1})"),
+    (r"ld\.shared\.v2\.(?:b32|f32) .*", "simt::load_all<uint32_t>({2}, {0}, {1})"),
     (r"ld\.shared(?:::cluster)?\.v4\.(?:b32|f32) .*", "simt::load_all<uint32_t>({4}, {0}, {1}, {2}, {3})"),
     (r"st\.shared\.v4\.(?:b32|f32) .*", "simt::store_all(simt::at({0}), {1}, {2}, {3}, {4})"),
     (r"ld\.global\.v4\.b32 .*", "const uint32_t* from = (const uint32_t*)({4}); {0} = from[0], {1} = from[1], {2} = from[2], {3} = from[3]"),
@@ -95,6 +95,7 @@ _INSTRUCTIONS: list[tuple[str, str]] = [
     (r"cp\.async\.mbarrier\.arrive\.noinc\.shared\.b64 .*", "simt::mbarrier_arrive({0})"),
     (r"cp\.async\.bulk\.tensor\.2d\.shared::cluster.*", "simt::load_box({0}, {1}, {{int({2}), int({3})}}, {4})"),
     (r"cp\.async\.bulk\.tensor\.3d\.shared::cluster.*", "simt::load_box({0}, {1}, {{int({2}), int({3}), int({4})}}, {5})"),
+    (r"cp\.async\.bulk\.tensor\.4d\.shared::cluster.*", "simt::load_box({0}, {1}, {{int({2}), int({3}), int({4}), int({5})}}, {6})"),
     (r"(?:cp\.async\.(?:commit_group|wait_group \d+)|griddepcontrol\.\w+|fence\.\S+|prefetch\.tensormap .*|setmaxnreg\.\S+ \d+"
      r"|wgmma\.(?:fence|commit_group|wait_group)\.sync\.aligned(?: \d+)?)", ""),
 ]  # fmt: skip
@@ -132,11 +133,14 @@ def _instruction(asm: str) -> str:
         return f"float* d[] = {{{d}}}; uint32_t a[] = {{{a}}}; simt::wgmma({tokens}, {bf16}, d, a, {descriptor}, {add})"
     if wgmma := re.search(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k32\.(?:s32|f32)\.(s8|e4m3|e5m2)", text):
         tokens, count = int(wgmma[1]), int(wgmma[1]) // 2
-        d, a = ", ".join(f"&{name}" for name in operands[:count]), ", ".join(operands[count : count + 4])
-        descriptor, add = operands[count + 4 : count + 6]
+        fragments = 4 if text.count("{") > 2 else 0  # A from registers, or a matrix in shared memory
+        d = ", ".join(f"&{name}" for name in operands[:count])
+        a = "".join(f"{name}, " for name in operands[count : count + fragments])
+        rest = operands[count + fragments :]
+        matrix, descriptor, add = rest[:3] if not fragments else ("0", *rest[:2])
         return (
-            f"void* d[] = {{{d}}}; uint32_t a[] = {{{a}}}; "
-            f"simt::wgmma_bytes({tokens}, simt::value_{wgmma[2]}, d, a, {descriptor}, {add})"
+            f"void* d[] = {{{d}}}; uint32_t a[] = {{{a}0}}; simt::wgmma_bytes({tokens}, simt::value_{wgmma[2]}, d, "
+            f"{'a' if fragments else 'nullptr'}, {matrix}, {descriptor}, {add})"
         )
     if not text:  # an order for the compiler
         return ""

@@ -41,6 +41,7 @@ struct Warpgroup {
   Meeting meeting;
   uint32_t a[128][4];
   float** d[128];
+  uint64_t matrix[128];
 };
 
 struct Cluster;
@@ -411,23 +412,32 @@ inline void wgmma(int tokens, bool bf16, float** d, const uint32_t* a, uint64_t 
   });
 }
 
-// Of bytes, 32 of k; d are int32 or float, as the values are.
-inline void wgmma_bytes(int tokens, double (*value)(uint8_t), void** d, const uint32_t* a, uint64_t descriptor, uint32_t add) {
+// Of bytes, 32 of k; d are int32 or float, as the values are. A is in registers, or (without them) a matrix in shared memory.
+inline void wgmma_bytes(int tokens, double (*value)(uint8_t), void** d, const uint32_t* a, uint64_t matrix, uint64_t descriptor,
+                        uint32_t add) {
   Warpgroup& group = now->cta->warpgroups[now->number / 128];
   int thread = now->number % 128;
-  for (int i = 0; i < 4; ++i) group.a[thread][i] = a[i];
+  for (int i = 0; a && i < 4; ++i) group.a[thread][i] = a[i];
   group.d[thread] = reinterpret_cast<float**>(d);
+  group.matrix[thread] = matrix;
   meet(group.meeting, 128, [&] {
     uint32_t start = (descriptor & 0x3FFF) << 4, stride = (descriptor >> 32 & 0x3FFF) << 4;
     require(descriptor >> 62 == 1, "tokens swizzled within 128 bytes");
-    for (int row = 0; row < 64; ++row)
+    for (uint64_t other : group.matrix) require(other == matrix, "one matrix for all of a warpgroup");
+    uint32_t a_start = (matrix & 0x3FFF) << 4, along_k = (matrix >> 16 & 0x3FFF) << 4, along_rows = (matrix >> 32 & 0x3FFF) << 4;
+    require(a || matrix >> 62 == 0, "weights without swizzle");
+    for (int row = 0; row < 64; ++row) {
+      double numbers[32];
+      for (int k = 0; k < 32; ++k) {
+        const uint32_t* fragment = group.a[row / 16 * 32 + 4 * (row % 8) + k % 16 / 4];
+        uint32_t address = a_start + row / 8 * along_rows + k / 16 * along_k + row % 8 * 16 + k % 16;
+        numbers[k] = value(a ? fragment[k / 16 * 2 + row % 16 / 8] >> 8 * (k % 4) : *reinterpret_cast<uint8_t*>(at(address)));
+      }
       for (int n = 0; n < tokens; ++n) {
         double sum = 0;
         for (int k = 0; k < 32; ++k) {
           uint32_t address = start + n / 8 * stride + n % 8 * 128 + k;
-          uint8_t b = *reinterpret_cast<uint8_t*>(at(address ^ (address >> 7 & 7) << 4));
-          const uint32_t* fragment = group.a[row / 16 * 32 + 4 * (row % 8) + k % 16 / 4];
-          sum += value(fragment[k / 16 * 2 + row % 16 / 8] >> 8 * (k % 4)) * value(b);
+          sum += numbers[k] * value(*reinterpret_cast<uint8_t*>(at(address ^ (address >> 7 & 7) << 4)));
         }
         void* target = group.d[row / 16 * 32 + 4 * (row % 8) + n % 8 / 2][n / 8 * 4 + row % 16 / 8 * 2 + n % 2];
         if (value == value_s8) {
@@ -438,6 +448,7 @@ inline void wgmma_bytes(int tokens, double (*value)(uint8_t), void** d, const ui
           total = float((add ? double(total) : 0.0) + sum);
         }
       }
+    }
   });
 }
 
@@ -485,8 +496,8 @@ inline void mbarrier_wait(uint32_t address, uint32_t parity) {
 // ---- tensor maps --------------------------------------------------------------------------------------------------
 struct Map {
   char* base;
-  uint64_t extents[3], strides[2];
-  uint32_t rank, size, box[3], swizzle;
+  uint64_t extents[4], strides[3];
+  uint32_t rank, size, box[4], swizzle;
 };
 static_assert(sizeof(Map) <= sizeof(CUtensorMap));
 
@@ -512,22 +523,24 @@ inline CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t ra
 inline void load_box(uint32_t target, const void* tensor_map, std::vector<int> at_number, uint32_t barrier) {
   const Map& map = *static_cast<const Map*>(tensor_map);
   require(target % 128 == 0, "boxes on 128 bytes");
-  uint32_t box[3] = {map.box[0], map.rank > 1 ? map.box[1] : 1, map.rank > 2 ? map.box[2] : 1}, place = target;
-  at_number.resize(3, 0);
-  for (uint32_t z = 0; z < box[2]; ++z)
-    for (uint32_t y = 0; y < box[1]; ++y)
-      for (uint32_t x = 0; x < box[0]; ++x, place += map.size) {
-        int64_t i[3] = {at_number[0] + int64_t(x), at_number[1] + int64_t(y), at_number[2] + int64_t(z)};
-        bool inside = true;
-        for (uint32_t axis = 0; axis < map.rank; ++axis) inside &= i[axis] >= 0 && uint64_t(i[axis]) < map.extents[axis];
-        char* to = at(map.swizzle == CU_TENSOR_MAP_SWIZZLE_128B ? place ^ (place >> 7 & 7) << 4 : place);
-        const char* from = map.base + i[0] * map.size + (map.rank > 1 ? i[1] * int64_t(map.strides[0]) : 0) +
-                           (map.rank > 2 ? i[2] * int64_t(map.strides[1]) : 0);
-        if (inside) std::memcpy(to, from, map.size);
-        else std::memset(to, 0, map.size);
-      }
+  uint32_t box[4] = {map.box[0], 1, 1, 1}, place = target;
+  for (uint32_t axis = 1; axis < map.rank; ++axis) box[axis] = map.box[axis];
+  at_number.resize(4, 0);
+  for (uint32_t w = 0; w < box[3]; ++w)
+    for (uint32_t z = 0; z < box[2]; ++z)
+      for (uint32_t y = 0; y < box[1]; ++y)
+        for (uint32_t x = 0; x < box[0]; ++x, place += map.size) {
+          int64_t i[4] = {at_number[0] + int64_t(x), at_number[1] + int64_t(y), at_number[2] + int64_t(z), at_number[3] + int64_t(w)};
+          bool inside = true;
+          for (uint32_t axis = 0; axis < map.rank; ++axis) inside &= i[axis] >= 0 && uint64_t(i[axis]) < map.extents[axis];
+          char* to = at(map.swizzle == CU_TENSOR_MAP_SWIZZLE_128B ? place ^ (place >> 7 & 7) << 4 : place);
+          const char* from = map.base + i[0] * map.size;
+          for (uint32_t axis = 1; axis < map.rank; ++axis) from += i[axis] * int64_t(map.strides[axis - 1]);
+          if (inside) std::memcpy(to, from, map.size);
+          else std::memset(to, 0, map.size);
+        }
   MBarrier& waiting = mbarrier(barrier);
-  waiting.bytes -= box[0] * box[1] * box[2] * map.size;
+  waiting.bytes -= box[0] * box[1] * box[2] * box[3] * map.size;
   waiting.done();
 }
 
