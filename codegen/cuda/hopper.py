@@ -79,19 +79,24 @@ def lower(
                 with T.Then():
                     if tile.registers:
                         ptx("setmaxnreg.dec.sync.aligned.u32", tile.registers[1])
-                    with when(k.thread // 32 == tile.consumers // 32), when(T.cuda.elect_sync()):
-                        boxes = Boxes(k, stages, maps)
-                        with walk.each() as part:
+                    warp = k.thread // 32 - tile.consumers // 32
+                    first = k.thread // 32 == tile.consumers // 32 if tile.walks == 1 else warp < tile.walks
+                    with when(first), when(T.cuda.elect_sync()):
+                        boxes = Boxes(k, stages, maps, T.int32(0) if tile.walks == 1 else warp)
+                        if tile.apart:
+                            with when(warp > 0):
+                                boxes.hold_back(k, k.k_tiles // (2 * tile.slice))
+                        with walk.of(warp).each() as part:
                             begin, end = _stages_of(part)
                             if tile.early:
                                 useful = _early(walk, begin, end, sms * _residents(weight, tile))
                                 begin = boxes.fill_first(part, begin, end, useful, overlap.wait)
                             boxes.fill(part, begin, end)
                     if weight.grouped or weight.token_scale:
-                        warp = k.thread // 32 - (tile.consumers // 32 + 1)
-                        with when(tirx.all(warp >= 0, warp < tile.fill_warps)):
+                        warp = k.thread // 32 - (tile.consumers // 32 + tile.walks)
+                        with when(tirx.all(warp >= 0, warp < max(tile.fill_warps, tile.walks))):
                             cursor = Cursor(tile.stages, warp, 1)
-                            with walk.each() as part:
+                            with walk.of(warp).each() as part:
                                 ring.fill_groups(part, stages, cursor, warp, *_stages_of(part))
                 with T.Else():
                     if tile.registers:
@@ -102,7 +107,7 @@ def lower(
                         overlap.wait()
                         overlap.let_in()
                     consumer = tile.consumer(k, stages)
-                    with walk.each() as part:
+                    with walk.of(consumer.team).each() as part:
                         summed = consumer.multiply(*_stages_of(part))
                         _store(part, consumer.acc, summed, epilogue, others, own["y"])
     return builder.get()
@@ -178,6 +183,11 @@ class _Parts:
         self.rows, self.columns = (k.M + (tile.tokens - 1)) // tile.tokens, (k.N + (k.outputs - 1)) // k.outputs
         self.only = None if tile.persistent else self._part(tirx.truncdiv(self.cta, tile.split))
 
+    def of(self, team) -> _Parts:
+        """Those of a team, if teams have their own."""
+        walks = self.k.tile.walks
+        return self if walks == 1 else _Parts(self.k, (team * self.ctas + self.cta, self.ctas * walks))
+
     @contextmanager
     def each(self):
         """A loop over the parts: the names in scope for each."""
@@ -224,7 +234,7 @@ def _stages_of(k: Kernel):
     A persistent kernel's teams go on around the ring from part to part, so every part has as many stages for each team: what
     lies beyond K is zero.
     """
-    tile, size, teams = k.tile, k.tile.slice, k.tile.teams
+    tile, size, teams = k.tile, k.tile.slice, 1 if k.tile.apart else k.tile.teams
     if not tile.persistent:
         first, end = k.share
         return first // size, (end + (size - 1)) // size
@@ -247,7 +257,7 @@ def _table(weight: Weight, tile: Cut) -> int:
 
 def _barriers(weight: Weight, tile: Cut) -> int:
     """Where the barriers begin: behind the stages and what becomes of the sums."""
-    sums = store.partial_bytes(tile) if tile.cluster * tile.teams > 1 else 0
+    sums = store.partial_bytes(tile) if tile.cluster * tile.teams > tile.walks else 0
     if tile.direct:
         staged = store.staging_bytes(tile)
         return max(_stages(weight, tile) + staged if tile.persistent else max(_stages(weight, tile), staged), sums)
@@ -290,7 +300,7 @@ def order(weight: Weight, tile: Cut) -> str | None:
     if tile.tail:
         return None
     span = f"by {64 * weight.unit * tile.slice}"
-    share = "1 team" if tile.teams == 1 else f"{tile.teams} teams {span}"
+    share = "1 team" if tile.teams == tile.walks else f"{tile.teams} teams {span}"
     share = share if tile.split == 1 else f"{tile.split} CTAs {span}, of {share}"
     if tile.correct == "sums":
         return f"mma {share}, corrects sums of {Stage(weight, tile).step}"

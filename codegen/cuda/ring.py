@@ -146,13 +146,13 @@ def fetch(maps):
 
 
 class Boxes:
-    """The requests of one lane, elected: the boxes of q and x.
+    """The requests of one lane, elected: the boxes of q and x, of one of the tile's walks.
 
     What a lane does alone needs no loop over the lanes, which ptxas puts around each request otherwise.
     """
 
-    def __init__(self, k: Kernel, ring: Ring, maps):
-        self.ring, self.cursor = ring, Cursor(k.tile.stages, T.int32(0), 1)
+    def __init__(self, k: Kernel, ring: Ring, maps, walk):
+        self.ring, self.cursor = ring, Cursor(k.tile.stages, walk, 1)
         self.q, self.x = T.address_of(maps["q"]), T.address_of(maps["x"])
         read_once = k.tile.tokens <= READ_ONCE
         self.load = "cp.async.bulk.tensor.{}d.shared::cluster.global.mbarrier::complete_tx::bytes"
@@ -174,6 +174,14 @@ class Boxes:
             self.cursor.advance()
         return begin + count[0]
 
+    def hold_back(self, k: Kernel, stages):
+        """Let the first walk go through so many stages before this one begins.
+
+        Of two walks in step, both store their parts at the same time, and nobody multiplies.
+        """
+        with T.serial(0, stages // (k.tile.stages // k.tile.walks), unroll=False) as i:
+            T.evaluate(T.cuda.mbarrier_wait(self.ring.empty(0), i & 1))
+
     def fill(self, k: Kernel, begin, end):
         """Stages begin .. end of a part."""
         with T.serial(begin, end, unroll=False) as i:
@@ -181,7 +189,7 @@ class Boxes:
             T.evaluate(T.cuda.mbarrier_wait(self.ring.empty(slot), self.cursor.phase))
             self._codes(k, slot, i)
             self._tokens(k, slot, i)
-            self.cursor.advance()
+            self.cursor.advance(k.tile.walks)
 
     def _codes(self, k: Kernel, slot, i):
         """Those of stage i into an empty slot, and how many bytes it gets in all."""
@@ -215,4 +223,4 @@ def fill_groups(k: Kernel, ring: Ring, cursor: Cursor, warp, begin, end):
             fill.advance(tile.slice * step)
         for arrive in _arrivals(k.weight):
             ptx(arrive, ring.full(slot))
-        cursor.advance(step)
+        cursor.advance(max(step, tile.walks))

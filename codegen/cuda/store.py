@@ -16,7 +16,7 @@ PITCH = 64 * 2 + 16  # bytes of a staged token: 64 features, and padding that pu
 
 
 def staging_bytes(tile) -> int:
-    return tile.warpgroups * TOKENS * PITCH
+    return tile.consumers // 128 * TOKENS * PITCH
 
 
 def partial_bytes(tile) -> int:
@@ -29,6 +29,7 @@ def store_direct(k: Kernel, acc, epilogue, buffers, y):
     A persistent kernel stages them behind the ring, which is being filled for the next part; others over it.
     """
     tile, group = k.tile, k.thread // 128
+    column = group % tile.warpgroups if tile.apart else group
     first = tile.stages * Stage(k.weight, tile).offset() // 2 if tile.persistent else 0
     staging = k.shared((first + staging_bytes(tile) // 2,), k.weight.compute)
     own = first + group * (TOKENS * PITCH // 2)  # the warpgroup's
@@ -36,39 +37,52 @@ def store_direct(k: Kernel, acc, epilogue, buffers, y):
     if not tile.persistent:
         ptx("bar.sync", T.uint32(15), T.uint32(tile.consumers))  # nobody reads the ring any more
     for f in range(tile.blocks):
-        n0 = (k.o0 + (group * tile.blocks + f) * 4) * k.block_outputs
+        n0 = (k.o0 + (column * tile.blocks + f) * 4) * k.block_outputs
+        pairs = _finished(k, acc, f, n0, epilogue, buffers)
         for token in range(0, tile.tokens, TOKENS):
             count = min(TOKENS, tile.tokens - token)
             with when(k.stores(k.m0 + token, count)):
                 sync()  # the tokens staged before have been read
-                _stage_tokens(k, acc, f, token, count, n0, lambda at: staging.ptr_to([own + at]), epilogue, buffers)
+                _stage_tokens(k, pairs, token, count, lambda at: staging.ptr_to([own + at]))
                 sync()
                 _store_rows(k, staging, own, k.m0 + token, n0, count, y)
 
 
-def _stage_tokens(k: Kernel, acc, f: int, token: int, count: int, n0, place, epilogue, buffers):
-    """Tokens token .. token + count of block f, finished, to the staging.
+def _finished(k: Kernel, acc, f: int, n0, epilogue, buffers):
+    """Block f of all tokens as numbers of y, two tokens in a register: [token tile, feature c or c + 8].
+
+    All at once: what the epilogue loads is then on its way together, for no barrier is in between.
+    """
+    lane, warp, half, own = k.lane, k.thread // 32 % 4, k.weight.half.ptx, k.block_outputs
+    across, token_tiles = own // 8, k.tile.tokens // 8
+    pairs = T.alloc_local([across * token_tiles], "uint32")
+    for i in range(token_tiles):
+        for h in range(across):
+            values = []
+            for p in range(2):
+                first = (f * token_tiles + i) * 4 + 2 * h + p
+                m = tirx.min(k.m0 + 8 * i + lane % 4 * 2 + p, k.M - 1)
+                n = tirx.min(n0 + warp * own + lane // 4 + 8 * h, k.N - 1)
+                sums = [k.weight.finished(acc[first + 2 * part]) for part in range(k.parts)]
+                values.append(epilogue(sums, wide(m), k.features(n), buffers))
+            ptx(f"cvt.rn.{half}x2.f32", pairs[across * i + h], values[1], values[0])
+    return pairs
+
+
+def _stage_tokens(k: Kernel, pairs, token: int, count: int, place):
+    """Tokens token .. token + count of a block, finished, to the staging.
 
     A warp holds matrices of 8 features x 8 tokens, neighbouring tokens in a register; stmatrix with .trans stores them
     as rows of 8 features. Lane l names row l % 8 of matrix l // 8: token tile l // 16, features 8 (l // 8 % 2) on; where
     the two parts of features make one matrix, token tile l // 8.
     """
-    lane, warp, half, own = k.lane, k.thread // 32 % 4, k.weight.half.ptx, k.block_outputs
-    pairs, across = T.alloc_local([4], "uint32"), own // 8
-    for i in range(count // 8):
-        for h in range(across):
-            values = []
-            for p in range(2):
-                first = f * (k.tile.tokens // 2) + (token // 8 + i) * 4 + 2 * h + p
-                m = tirx.min(k.m0 + token + 8 * i + lane % 4 * 2 + p, k.M - 1)
-                n = tirx.min(n0 + warp * own + lane // 4 + 8 * h, k.N - 1)
-                sums = [k.weight.finished(acc[first + 2 * part]) for part in range(k.parts)]
-                values.append(epilogue(sums, wide(m), k.features(n), buffers))
-            ptx(f"cvt.rn.{half}x2.f32", pairs[across * i + h], values[1], values[0])
-    matrices = across * (count // 8)
+    lane, warp, own = k.lane, k.thread // 32 % 4, k.block_outputs
+    across = own // 8
+    matrices, first = across * (count // 8), across * (token // 8)
     tile = lane // (8 * across) if matrices > across else 0
     address = place((tile * 8 + lane % 8) * (PITCH // 2) + warp * own + (lane // 8 % 2 * 8 if across > 1 else 0))
-    ptx(f"stmatrix.sync.aligned.m8n8.x{matrices}.trans.shared.b16", address, *(pairs[r] for r in range(matrices)))
+    stored = (pairs[first + r] for r in range(matrices))
+    ptx(f"stmatrix.sync.aligned.m8n8.x{matrices}.trans.shared.b16", address, *stored)
 
 
 def _store_rows(k: Kernel, staging, own, m0, n0, tokens: int, y):

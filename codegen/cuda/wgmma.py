@@ -80,6 +80,7 @@ def _whole_byte_tiles(weight: ByteWeight) -> tuple[WarpgroupTile, ...]:
         WarpgroupTile("w128_split", 128, warpgroups=2, blocks=1, teams=1, slice=2, stages=3, split=2),
         WarpgroupTile("w128_tail", 128, warpgroups=2, blocks=1, teams=1, slice=1, stages=6, persistent=True, tail=True),
         WarpgroupTile("w128_tall", 128, warpgroups=2, blocks=2, teams=1, slice=1, stages=4, **large),
+        WarpgroupTile("w128_apart", 128, warpgroups=1, blocks=2, teams=2, slice=1, stages=6, apart=True, **large),
         WarpgroupTile("w256", 256, warpgroups=2, blocks=1, teams=1, slice=1, stages=4, **large),
         WarpgroupTile("w256_tail", 256, warpgroups=2, blocks=1, teams=1, slice=1, stages=4, tail=True, **large),
     )  # fmt: skip
@@ -121,6 +122,7 @@ class WarpgroupTile:
     persistent: bool = False  # as many clusters as the GPU has room for, instead of one for every part of y
     tail: bool = False  # a persistent kernel's last round is shared by two CTAs along k, if it is short
     early: bool = False  # codes are asked for while the kernel before still runs
+    apart: bool = False  # teams do not share k, but have parts of their own
 
     correct = "weights"
     result = (0, 1, 2, 3)  # registers of eight tokens, as in `Tile.result`
@@ -142,18 +144,25 @@ class WarpgroupTile:
         assert self.stages >= 2 * self.teams, self
         assert not self.persistent or self.split == 1, self
         assert not self.tail or self.persistent, self
+        assert not self.apart or (self.persistent and not self.tail and self.registers), self
 
     def __str__(self):
         parts = f"{self.tokens} tokens x {self.features} features, {self.warpgroups}x{self.teams} warpgroups"
         parts += f", {self.stages} stages of {64 * self.slice}"
         parts += f", {self.split} CTAs along k" if self.split > 1 else ""
         parts += ", persistent" if self.persistent else ""
+        parts += ", a part for each team" if self.apart else ""
         return f"{self.name}: {parts}{', the last round in halves' if self.tail else ''}"
 
     @property
     def direct(self) -> bool:
         """One warpgroup has all of a sum: it goes to y without the detour through partial sums."""
-        return self.split == self.teams == 1
+        return self.split == 1 and (self.teams == 1 or self.apart)
+
+    @property
+    def walks(self) -> int:
+        """Teams that go from part to part by themselves, each with a producer of its own."""
+        return self.teams if self.apart else 1
 
     @property
     def halved(self) -> WarpgroupTile | None:
