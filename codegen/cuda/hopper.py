@@ -110,6 +110,8 @@ def lower(
                     with walk.of(consumer.team).each() as part:
                         summed = consumer.multiply(*_stages_of(part))
                         _store(part, consumer.acc, summed, epilogue, others, own["y"])
+            if tile.paired:
+                stages.meet()
     return builder.get()
 
 
@@ -155,8 +157,8 @@ def _store(k: Kernel, acc, summed, epilogue: Epilogue, buffers, y):
 def _enter(weight, tile, buffers, sms, parts: int):
     """The launch grid and the names in scope on the device; (CTA's index, all CTAs)."""
     M, N = buffers["y"].shape
-    size = tile.cluster
-    count = T.cast(ceildiv(M, tile.tokens), "int32") * T.cast(ceildiv(N, tile.features // parts), "int32")
+    size, features = tile.launched, tile.features // parts * (2 if tile.paired else 1)
+    count = T.cast(ceildiv(M, tile.tokens), "int32") * T.cast(ceildiv(N, features), "int32")
     clusters = count
     if tile.persistent:
         clusters = tirx.truncdiv(sms, size)
@@ -166,7 +168,7 @@ def _enter(weight, tile, buffers, sms, parts: int):
     rank = T.cta_id_in_cluster([size]) if size > 1 else T.int32(0)
     thread = T.thread_id([tile.threads])
     pool = T.alloc_buffer((pool_bytes(weight, tile),), "uint8", scope="shared.dyn")
-    k = Kernel.of(weight, tile, buffers, thread=thread, pool=pool, rank=rank if tile.cluster > 1 else None,
+    k = Kernel.of(weight, tile, buffers, thread=thread, pool=pool, rank=rank if size > 1 else None,
                   partials=_partials(weight, tile), table_start=_table(weight, tile), parts=parts)  # fmt: skip
     return k, (cta, clusters * size)
 
@@ -180,7 +182,8 @@ class _Parts:
     def __init__(self, k: Kernel, ctas):
         self.k, (self.cta, self.ctas) = k, ctas
         tile = k.tile
-        self.rows, self.columns = (k.M + (tile.tokens - 1)) // tile.tokens, (k.N + (k.outputs - 1)) // k.outputs
+        outputs = k.outputs * (2 if tile.paired else 1)
+        self.rows, self.columns = (k.M + (tile.tokens - 1)) // tile.tokens, (k.N + (outputs - 1)) // outputs
         self.only = None if tile.persistent else self._part(tirx.truncdiv(self.cta, tile.split))
 
     def of(self, team) -> _Parts:
@@ -196,6 +199,8 @@ class _Parts:
             yield self.only
             return
         parts = self.rows * self.columns
+        if tile.paired:
+            cta, ctas = cta // 2, ctas // 2
         whole = tirx.truncdiv(parts, ctas)  # rounds with a part for every CTA
         rest = parts - whole * ctas
         if not tile.tail:
@@ -225,7 +230,8 @@ class _Parts:
         # the part before has as well is not stored again.
         tile, first = self.k.tile, place[0] * self.k.tile.tokens
         m0 = register("int32", tirx.min(first, tirx.max(self.k.M - tile.tokens, 0)))
-        return replace(self.k, m0=m0[0], first=first, o0=place[1] * (tile.features // 16), halved=halved)
+        column = place[1] * 2 + self.k.rank if tile.paired else place[1]
+        return replace(self.k, m0=m0[0], first=first, o0=column * (tile.features // 16), halved=halved)
 
 
 def _stages_of(k: Kernel):

@@ -14,7 +14,7 @@ from tvm.tirx.script import builder as T
 
 from qdsl.codegen.cuda.builder import assign, ptx, register, when
 from qdsl.codegen.cuda.kernel import Kernel
-from qdsl.codegen.cuda.stage import READ_ONCE, FillTokenScales, View, declare_views, evict_first, fill_of
+from qdsl.codegen.cuda.stage import READ_ONCE, FillTokenScales, View, copied, declare_views, evict_first, fill_of
 from qdsl.codegen.cuda.weight import Weight
 
 ROW = 128  # bytes of 64 numbers of a token in shared memory: the width of the swizzle that wgmma reads
@@ -68,6 +68,8 @@ def _tokens_box(tile, M):
     No more rows than x has: those outside of it take longer than those inside. What a slot then holds in the rest of its
     rows only gets into sums that are not stored.
     """
+    if tile.paired:
+        return (64, tile.tokens // 2), 3
     return ((64 * tile.slice, 1), 0) if tile.tokens == 1 else ((64, tirx.min(M, T.int64(tile.tokens))), 3)
 
 
@@ -115,11 +117,19 @@ class Ring:
     def initialize(self):
         k, tile = self.k, self.k.tile
         with when(k.thread < self.stages):
-            landed = 1 + 32 * len(_arrivals(k.weight))
+            landed, read = 1 + 32 * len(_arrivals(k.weight)), tile.team_threads * (2 if tile.paired else 1)
             ptx("mbarrier.init.shared.b64", self.full(k.thread), T.uint32(landed))
-            ptx("mbarrier.init.shared.b64", self.empty(k.thread), T.uint32(tile.team_threads))
+            ptx("mbarrier.init.shared.b64", self.empty(k.thread), T.uint32(read))
             ptx("fence.mbarrier_init.release.cluster")
-        T.evaluate(T.cuda.cta_sync())
+        if tile.paired:
+            self.meet()
+        else:
+            T.evaluate(T.cuda.cta_sync())
+
+    def meet(self):
+        """All threads of a pair: before they find each other's barriers, and before one leaves that the other still uses."""
+        ptx("barrier.cluster.arrive.release")
+        ptx("barrier.cluster.wait.acquire")
 
     def release(self, slot):
         """A thread has read the slot.
@@ -128,11 +138,16 @@ class Ring:
         faster, and compute-sanitizer does not see the order.
         """
         ptx("mbarrier.arrive.shared.b64", self.empty(slot))
+        if self.k.tile.paired:  # and the other CTA, that fills it too
+            other = T.alloc_local([1], "uint32")
+            own = T.cuda.cvta_generic_to_shared(self.empty(slot))
+            ptx("mapa.shared::cluster.u32", other[0], own, T.cast(self.k.rank ^ 1, "uint32"))
+            ptx("mbarrier.arrive.release.cluster.shared::cluster.b64", other[0])
 
 
 def _arrivals(weight: Weight) -> list[str]:
     """How each of the lanes that fill groups says that its share has landed: what it copied, and what it stored itself."""
-    stored = {bool(weight.place(role)) for role in weight.grouped} | ({True} if weight.token_scale else set())
+    stored = {not copied(weight, role) for role in weight.grouped} | ({False} if weight.token_scale else set())
     return [ARRIVALS[own] for own in sorted(stored)]
 
 
@@ -157,7 +172,7 @@ class Boxes:
         read_once = k.tile.tokens <= READ_ONCE
         self.load = "cp.async.bulk.tensor.{}d.shared::cluster.global.mbarrier::complete_tx::bytes"
         self.hint, self.policy = (".L2::cache_hint", [evict_first()]) if read_once else ("", [])
-        rows = tirx.min(k.M, k.tile.tokens) * k.tile.slice
+        rows = (k.tile.tokens if k.tile.paired else tirx.min(k.M, k.tile.tokens)) * k.tile.slice
         self.bytes = T.cast(k.tile.slice * (k.tile.features // 16 * 128 * k.weight.unit_bits) + rows * ROW, "uint32")
 
     def fill_first(self, k: Kernel, begin, end, early, wait):
@@ -202,10 +217,16 @@ class Boxes:
         ptx(self.load.format(len(at)) + self.hint, target, self.q, *at, full, *self.policy)
 
     def _tokens(self, k: Kernel, slot, i):
-        """x of stage i."""
+        """x of stage i; of a pair, half of the tokens for both."""
+        x, full = self.ring.views["x"], self.ring.full(slot)
         for t in range(k.tile.slice if k.tile.tokens > 1 else 1):
-            target, full = self.ring.views["x"].ptr(slot, t, 0, 0), self.ring.full(slot)
-            ptx(self.load.format(2), target, self.x, (i * k.tile.slice + t) * 64, k.m0, full)
+            at = (i * k.tile.slice + t) * 64
+            if not k.tile.paired:
+                ptx(self.load.format(2), x.ptr(slot, t, 0, 0), self.x, at, k.m0, full)
+                continue
+            first = k.rank * (k.tile.tokens // 2)
+            both = (self.load + ".multicast::cluster").format(2)
+            ptx(both, x.ptr(slot, t, first, 0), self.x, at, k.m0 + first, full, T.uint16(3))
 
 
 def fill_groups(k: Kernel, ring: Ring, cursor: Cursor, warp, begin, end):

@@ -201,6 +201,11 @@ class FillCodes:
         assign(self.offset, 0, self.offset[0] + tiles * self.words)
 
 
+def copied(weight: Weight, role: str) -> bool:
+    """Whether a role's numbers are copied by cp.async, which has no fewer than 4 bytes; others are loaded and stored."""
+    return weight.place(role) is None or BYTES[weight.grouped[role]] == 4
+
+
 def fill_of(k: Kernel, role: str, view, first):
     """The copies of a role's numbers: scales, zeros or offsets."""
     return (FillShared if k.weight.place(role) else FillGroups)(k, role, view, first)
@@ -245,13 +250,13 @@ class FillGroups:
 
 
 class FillShared:
-    """Scales, zeros or offsets as they are declared, a row for so many features: every thread of a stage loads some and
-    stores them where its features look for theirs. They are few: after the first of a line, the L1 cache has the others.
+    """Scales, zeros or offsets as they are declared, a row for so many features: every thread of a stage brings some to
+    where its features look for theirs. They are few: after the first of a line, the L1 cache has the others.
     """
 
     def __init__(self, k: Kernel, role: str, view, first):
         self.k, self.view, self.source, self.dtype = k, view, k.grouped[role], k.weight.grouped[role]
-        self.place, self.stage = k.weight.place(role), Stage(k.weight, k.tile)
+        self.role, self.place, self.stage = role, k.weight.place(role), Stage(k.weight, k.tile)
         self.position = register("int32", first * 64)
         self.bytes = group_bytes(self.dtype) // (8 if self.dtype in NIBBLES else 16)
 
@@ -266,6 +271,10 @@ class FillShared:
             first = (k.o0 + f) * 16
             at = self.view.index(slot, f, step, number * self.bytes)
             at[2] = at[2] // self.bytes
+            if copied(k.weight, self.role):
+                source = self.source.ptr_to(self._place(first + number % 2 * 8 + number // 2, step))
+                _copy(self.view.ptr(slot, f, step, number * 4), source, 4, None, item < total)
+                continue
             with when(item < total):
                 if self.dtype in NIBBLES:
                     value = self._value(first + number, step) | self._value(first + 8 + number, step) << T.uint8(4)
@@ -274,7 +283,10 @@ class FillShared:
                 T.buffer_store(words, value, at)
 
     def _value(self, feature, step):
-        """The number of a feature in a step, both within the weight."""
+        return self.source[tuple(self._place(feature, step))]
+
+    def _place(self, feature, step) -> list:
+        """Where the number of a feature in a step is, both within the weight."""
         k, own = self.k, self.k.block_outputs
         if k.parts > 1:  # which is of another part than its neighbours
             feature = feature % 16 // own * k.N + tirx.min(feature // 16 * own + feature % own, k.N - 1)
@@ -282,14 +294,14 @@ class FillShared:
             feature = tirx.min(feature, k.N - 1)
         row = feature // self.place.features if self.place.features else T.int32(0)
         position = tirx.min(self.position[0] + step * self.stage.step, k.K - 1)
-        return self.source[wide(row), wide(position // self.place.inputs if self.place.inputs else T.int32(0))]
+        return [wide(row), wide(position // self.place.inputs if self.place.inputs else T.int32(0))]
 
     def advance(self, tiles: int):
         assign(self.position, 0, self.position[0] + tiles * 64)
 
 
 class FillTokenScales:
-    """The scales of a stage's tokens and groups, [m, k // group]: every thread loads some and stores them."""
+    """The scales of a stage's tokens and groups, float32 [m, k // group], a copy for each."""
 
     def __init__(self, k: Kernel, view, first):
         self.k, self.view, self.stage = k, view, Stage(k.weight, k.tile)
@@ -297,17 +309,14 @@ class FillTokenScales:
 
     def start(self, slot):
         k, tile = self.k, self.k.tile
-        source, total = k.token_scale, tile.tokens * self.stage.steps
-        item_bytes = BYTES[k.weight.token_scale]
-        held = k.shared((tile.rings, tile.stages, self.stage.offset() // item_bytes), str(source.dtype))
+        total = tile.tokens * self.stage.steps
         for n in range(-(-total // tile.fillers)):
             item = n * tile.fillers + k.filler
             step, token = item // tile.tokens, item % tile.tokens
-            at = self.view.index(slot, step, token * item_bytes)
-            at[2] = at[2] // item_bytes
             group = tirx.min(self.position[0] + step * self.stage.step, k.K - 1) // k.weight.group
-            with when(item < total):
-                T.buffer_store(held, source[wide(tirx.min(k.m0 + token, k.M - 1)), wide(group)], at)
+            source = k.token_scale.ptr_to([wide(tirx.min(k.m0 + token, k.M - 1)), wide(group)])
+            exists = None if total % tile.fillers == 0 else item < total
+            _copy(self.view.ptr(slot, step, token * 4), source, 4, None, exists)
 
     def advance(self, tiles: int):
         assign(self.position, 0, self.position[0] + tiles * 64)

@@ -50,6 +50,7 @@ def tiles() -> tuple[WarpgroupTile, ...]:
         WarpgroupTile("w32_tail", 32, warpgroups=1, blocks=1, teams=2, slice=4, stages=6, persistent=True, tail=True),
         WarpgroupTile("w128_tail", 128, warpgroups=2, blocks=1, teams=1, slice=2, stages=5, persistent=True, tail=True),
         WarpgroupTile("w256_tail", 256, warpgroups=2, blocks=1, teams=1, slice=2, stages=3, persistent=True, tail=True, **large),
+        WarpgroupTile("w256_pair", 256, warpgroups=2, blocks=1, teams=1, slice=2, stages=3, persistent=True, paired=True, **large),
     )  # fmt: skip
 
 
@@ -81,6 +82,9 @@ def _whole_byte_tiles(weight: ByteWeight) -> tuple[WarpgroupTile, ...]:
         WarpgroupTile("w128_tail", 128, warpgroups=2, blocks=1, teams=1, slice=1, stages=6, persistent=True, tail=True),
         WarpgroupTile("w128_tall", 128, warpgroups=2, blocks=2, teams=1, slice=1, stages=4, **large),
         WarpgroupTile("w128_apart", 128, warpgroups=1, blocks=2, teams=2, slice=1, stages=6, apart=True, **large),
+        WarpgroupTile("w128_pair", 128, warpgroups=2, blocks=1, teams=1, slice=1, stages=6, persistent=True, paired=True),
+        WarpgroupTile("w128_tall_pair", 128, warpgroups=2, blocks=2, teams=1, slice=1, stages=4, paired=True, **large),
+        WarpgroupTile("w256_pair", 256, warpgroups=2, blocks=1, teams=1, slice=1, stages=4, paired=True, **large),
         WarpgroupTile("w256", 256, warpgroups=2, blocks=1, teams=1, slice=1, stages=4, **large),
         WarpgroupTile("w256_tail", 256, warpgroups=2, blocks=1, teams=1, slice=1, stages=4, tail=True, **large),
     )  # fmt: skip
@@ -123,6 +127,7 @@ class WarpgroupTile:
     tail: bool = False  # a persistent kernel's last round is shared by two CTAs along k, if it is short
     early: bool = False  # codes are asked for while the kernel before still runs
     apart: bool = False  # teams do not share k, but have parts of their own
+    paired: bool = False  # two CTAs side by side along features, a cluster, bring each other half of their tokens
 
     correct = "weights"
     result = (0, 1, 2, 3)  # registers of eight tokens, as in `Tile.result`
@@ -145,6 +150,8 @@ class WarpgroupTile:
         assert not self.persistent or self.split == 1, self
         assert not self.tail or self.persistent, self
         assert not self.apart or (self.persistent and not self.tail and self.registers), self
+        # Half of the rows of x begin where the swizzle does.
+        assert not self.paired or (self.persistent and self.cluster == 1 and self.tokens % 16 == 0), self
 
     def __str__(self):
         parts = f"{self.tokens} tokens x {self.features} features, {self.warpgroups}x{self.teams} warpgroups"
@@ -152,6 +159,7 @@ class WarpgroupTile:
         parts += f", {self.split} CTAs along k" if self.split > 1 else ""
         parts += ", persistent" if self.persistent else ""
         parts += ", a part for each team" if self.apart else ""
+        parts += ", pairs share tokens" if self.paired else ""
         return f"{self.name}: {parts}{', the last round in halves' if self.tail else ''}"
 
     @property
@@ -203,6 +211,11 @@ class WarpgroupTile:
     def cluster(self) -> int:
         """CTAs that share k, those of a tail included."""
         return 2 if self.tail else self.split
+
+    @property
+    def launched(self) -> int:
+        """CTAs of a cluster."""
+        return 2 if self.paired else self.cluster
 
     def block(self, warp, f: int):
         return (warp // 4 % self.warpgroups * self.blocks + f) * 4 + warp % 4

@@ -544,6 +544,12 @@ inline void load_box(uint32_t target, const void* tensor_map, std::vector<int> a
   waiting.done();
 }
 
+// The same for every CTA of the cluster whose bit is set.
+inline void load_box(uint32_t target, const void* tensor_map, std::vector<int> at_number, uint32_t barrier, uint16_t ctas) {
+  for (uint32_t rank = 0; rank < 16; ++rank)
+    if (ctas >> rank & 1) load_box(target | (rank + 1) << 24, tensor_map, at_number, barrier | (rank + 1) << 24);
+}
+
 }  // namespace simt
 
 // What CUDA has of min and max for every type of numbers.
