@@ -29,7 +29,7 @@ class Parameters:
     def element(self, name: str, at: Mapping[str, tirx.Expr]) -> tirx.Expr:
         """The tensor's element for the point `at` (axis name -> position); absent optional tensors read as 0."""
         tensor = self.plan.scheme.tensor(name)
-        index = [self.position(i, at) for i in tensor.index]
+        index = [self.position(i, at) for i in tensor.held]
         buffer = self.buffers[name]
         if not tensor.loaded:
             value = buffer[tuple(index)] if index else buffer[0]
@@ -102,7 +102,7 @@ def open_function(plan: Plan, name: str, args: tuple[str, ...]) -> Iterator[tupl
 
 
 def buffer_shape(own: Parameters, tensor: Tensor) -> tuple[tuple, str]:
-    shape = [own.extent(i) for i in tensor.index]
+    shape = [own.extent(i) for i in tensor.held]
     if not tensor.loaded:
         return tuple(shape) or (i64(1),), storage(tensor.dtype)
     declared = own.plan.buffer(tensor.name)

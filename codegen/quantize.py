@@ -68,7 +68,8 @@ def _element(own: Parameters, tensor: Tensor, index: list[tirx.Expr]) -> None:
         return _activation_value(own, e, starts)
 
     value = as_float(translate(tensor.value, look))
-    store(own.buffers[tensor.name], encode(tensor.dtype, value), *(index or [i64(0)]))
+    places = dict(zip(tensor.index, index, strict=True))
+    store(own.buffers[tensor.name], encode(tensor.dtype, value), *([places[i] for i in tensor.held] or [i64(0)]))
 
 
 def _reduction(own: Parameters, call: Call, starts: dict, grouped: dict) -> tirx.Buffer:

@@ -98,6 +98,17 @@ class Tensor:
         """Logical shape, given the size of each axis (and of each free digit)."""
         return tuple(extent_of(i, sizes, scheme) for i in self.index)
 
+    @property
+    def held(self) -> tuple[Index, ...]:
+        """The index in the order in which kernels hold what they compute: scales of groups have tokens side by side, for
+        the tokens of a tile need theirs of one group together."""
+        grouped = not self.loaded and any(isinstance(i, Group) for i in self.index)
+        return self.index[::-1] if grouped else self.index
+
+    def held_shape(self, sizes: Mapping[str, int], scheme: Scheme | None = None) -> tuple[int, ...]:
+        """Shape of what kernels hold."""
+        return tuple(extent_of(i, sizes, scheme) for i in self.held)
+
     def __str__(self) -> str:
         dtype = f"idx({self.extent})" if self.extent else str(self.dtype)
         value = f" = {self.value}" if isinstance(self.value, Expr) else " = {…}" if self.value else ""

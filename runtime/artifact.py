@@ -305,8 +305,8 @@ class Kernel:
             sizes = {"e": 1, "m": 1, "n": n, "k": k}
             template = [
                 (
-                    list(t.shape(sizes, self.scheme)) or [1],  # kernels take a scalar as one element
-                    t.index.index(Var("m")) if Var("m") in t.index else -1,
+                    list(t.held_shape(sizes, self.scheme)) or [1],  # kernels take a scalar as one element
+                    t.held.index(Var("m")) if Var("m") in t.index else -1,
                     _native(t.dtype),
                 )
                 for t in self.computed

@@ -48,7 +48,7 @@ def run(scheme: Scheme, names, shapes, folder: Path) -> dict[str, float]:
         )
         expected = reference.linear(scheme, x.double().numpy(), patterns, n, kept=planned.kept)
         given = {"x": x, "y": torch.empty(m, n, dtype=x.dtype)}
-        t, a = (scheme.tensor(name).shape({"e": 1, "m": m, "n": n, "k": k}, scheme) for name in "ta")
+        t, a = (scheme.tensor(name).held_shape({"e": 1, "m": m, "n": n, "k": k}, scheme) for name in "ta")
         given |= {"t": torch.full(t, torch.nan), "a": torch.empty(a, dtype=torch.uint8)}
         given |= {b.tensor: packed(b, scheme.tensor(b.tensor), patterns[b.tensor], Inputs(k)) for b in planned.buffers}
         for variant in (v for v in planned.variants if v.name in names):

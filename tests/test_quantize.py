@@ -63,7 +63,7 @@ def computed(scheme: Scheme, arch: str, x: torch.Tensor, loaded: dict[str, np.nd
     sizes, given, found = {"e": 1, "m": len(x), "n": 1, "k": x.shape[1]}, [x], {}
     for name in step.args[1:]:
         t = scheme.tensor(name)
-        shape = t.shape(sizes, scheme) or (1,)
+        shape = t.held_shape(sizes, scheme) or (1,)
         kind = torch.uint8 if t.dtype.bits <= 8 else repack.torch_dtype(t.dtype)
         if t.loaded:
             given.append(repack.tensor_of(loaded[name].reshape(shape), kind))
@@ -71,7 +71,8 @@ def computed(scheme: Scheme, arch: str, x: torch.Tensor, loaded: dict[str, np.nd
         given.append(torch.full(shape, 0x55, dtype=kind))
         found[name] = given[-1]
     module["quantize"](*given)
-    return {name: repack.bits_of(t) for name, t in found.items()}
+    held = {name: repack.bits_of(t) for name, t in found.items()}
+    return {name: b.T if scheme.tensor(name).held != scheme.tensor(name).index else b for name, b in held.items()}
 
 
 def check(scheme: Scheme, arch: str, x: torch.Tensor, folder: Path) -> None:

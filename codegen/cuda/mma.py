@@ -130,7 +130,7 @@ def declare(weight, parts, extra, output):
                 dtype,
             )
     if weight.token_scale:
-        shapes["token_scale"] = ((M, ceildiv(K, weight.unit * weight.group)), weight.token_scale)
+        shapes["token_scale"] = ((ceildiv(K, weight.unit * weight.group), M), weight.token_scale)
     own = [(role[0] if role in weight.grouped else role, *shape) for role, shape in shapes.items()]
     others = [(name, shape(M, N, K), dtype) for name, shape, dtype in extra]
     params = [*own, *others, ("y", (M, N), output)]

@@ -205,7 +205,7 @@ class _Token:
             for call in _reductions(t):
                 self.reduce_group(call, size)
             with when(tirx.all(self.k < self.K, self.k % size == 0)):
-                T.buffer_store(self.own.buffers[t.name], encode(t.dtype, self.value(t)), [self.m, wide(self.k // size)])
+                T.buffer_store(self.own.buffers[t.name], encode(t.dtype, self.value(t)), [wide(self.k // size), self.m])
             self.keep(t)
 
     def _store_codes(self, t: Tensor) -> None:

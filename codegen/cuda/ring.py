@@ -117,7 +117,9 @@ class Ring:
     def initialize(self):
         k, tile = self.k, self.k.tile
         with when(k.thread < self.stages):
-            landed, read = 1 + 32 * len(_arrivals(k.weight)), tile.team_threads * (2 if tile.paired else 1)
+            landed, read = 1 + 32 * len(_arrivals(k.weight)), tile.team_threads
+            if tile.paired:  # a warp of either CTA
+                read = 2 * tile.team_threads // 32
             ptx("mbarrier.init.shared.b64", self.full(k.thread), T.uint32(landed))
             ptx("mbarrier.init.shared.b64", self.empty(k.thread), T.uint32(read))
             ptx("fence.mbarrier_init.release.cluster")
@@ -137,12 +139,16 @@ class Ring:
         Every lane says so for itself: one for all of its warp, behind a warp barrier, is ordered just as well, but no
         faster, and compute-sanitizer does not see the order.
         """
-        ptx("mbarrier.arrive.shared.b64", self.empty(slot))
-        if self.k.tile.paired:  # and the other CTA, that fills it too
-            other = T.alloc_local([1], "uint32")
+        if not self.k.tile.paired:
+            ptx("mbarrier.arrive.shared.b64", self.empty(slot))
+            return
+        # Both CTAs fill it, so both have to know. A lane speaks for its warp: the way to the other is narrow.
+        T.evaluate(T.cuda.warp_sync())
+        with when(self.k.lane < 2):
+            place = T.alloc_local([1], "uint32")
             own = T.cuda.cvta_generic_to_shared(self.empty(slot))
-            ptx("mapa.shared::cluster.u32", other[0], own, T.cast(self.k.rank ^ 1, "uint32"))
-            ptx("mbarrier.arrive.release.cluster.shared::cluster.b64", other[0])
+            ptx("mapa.shared::cluster.u32", place[0], own, T.cast(self.k.lane, "uint32"))
+            ptx("mbarrier.arrive.release.cluster.shared::cluster.b64", place[0])
 
 
 def _arrivals(weight: Weight) -> list[str]:

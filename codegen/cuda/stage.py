@@ -76,7 +76,8 @@ class Stage:
             "q": ((*self.tiles_of_q, *words_of(self.weight.unit_bits)), "uint32"),
         }
         for role, dtype in self.weight.grouped.items():
-            shapes[role] = ((blocks, self.steps, group_bytes(dtype)), "uint8")
+            size = BYTES[dtype] if self.weight.uniform else group_bytes(dtype)
+            shapes[role] = ((blocks, self.steps, size), "uint8")
         if self.weight.token_scale:
             shapes["token_scale"] = ((self.steps, BYTES[self.weight.token_scale] * tile.tokens), "uint8")
         return shapes
@@ -262,7 +263,7 @@ class FillShared:
 
     def start(self, slot):
         k, threads, steps = self.k, self.k.tile.fillers, self.stage.steps
-        numbers = group_bytes(self.dtype) // self.bytes
+        numbers = 1 if k.weight.uniform else group_bytes(self.dtype) // self.bytes
         total = k.tile.features // 16 * steps * numbers
         words = k.shared((k.tile.rings, k.tile.stages, self.stage.offset() // self.bytes), str(self.source.dtype))
         for n in range(-(-total // threads)):
@@ -301,7 +302,7 @@ class FillShared:
 
 
 class FillTokenScales:
-    """The scales of a stage's tokens and groups, float32 [m, k // group], a copy for each."""
+    """The scales of a stage's tokens and groups, float32 [k // group, m], a copy for each."""
 
     def __init__(self, k: Kernel, view, first):
         self.k, self.view, self.stage = k, view, Stage(k.weight, k.tile)
@@ -314,7 +315,7 @@ class FillTokenScales:
             item = n * tile.fillers + k.filler
             step, token = item // tile.tokens, item % tile.tokens
             group = tirx.min(self.position[0] + step * self.stage.step, k.K - 1) // k.weight.group
-            source = k.token_scale.ptr_to([wide(tirx.min(k.m0 + token, k.M - 1)), wide(group)])
+            source = k.token_scale.ptr_to([wide(group), wide(tirx.min(k.m0 + token, k.M - 1))])
             exists = None if total % tile.fillers == 0 else item < total
             _copy(self.view.ptr(slot, step, token * 4), source, 4, None, exists)
 

@@ -74,6 +74,7 @@ class Weight:
     sums = "float32"
     kept = None
     from_shared = False  # codes are decoded in registers
+    uniform = False  # the features of a block of 16 have the same scale, and it is held once
     promoted = False  # sums of some inputs are added to others, once they are multiplied by their scales
     token_scale = None
 

@@ -71,6 +71,11 @@ class ByteWeight:
         return self.code == self.operand
 
     @property
+    def uniform(self) -> bool:
+        """The features of a block of 16 have the same scale, which a stage holds once."""
+        return self.shared is not None and (not self.shared.features or self.shared.features % 16 == 0)
+
+    @property
     def grouped(self) -> dict[str, str]:
         return {"scale": self.scale} if self.scale else {}
 
@@ -207,6 +212,10 @@ class Consumer(Warpgroup):
             return
         step = 64 * i // self.stage.step
         for f in range(self.tile.blocks):
+            if self.weight.uniform:
+                at = self.ring.views["scale"].ptr(self.cursor.slot, self.k.block(f), step, 0)
+                ptx("ld.shared.f32", self.scale[2 * f], at)
+                continue
             words = load_groups(self.k, self.ring.views, self.cursor.slot, f, step)
             for r, value in enumerate(floats(self.k, self.weight.scale, words["scale"])):
                 assign(self.scale, 2 * f + r, value)
@@ -214,7 +223,6 @@ class Consumer(Warpgroup):
     def _promote(self, i: int, f: int, first: int) -> None:
         """acc of block f and tokens first .. += the products of k tile i, times the scales of its group."""
         weight, step = self.weight, 64 * i // self.stage.step
-        uniform = weight.shared is not None and (not weight.shared.features or weight.shared.features % 16 == 0)
         of_tokens = T.alloc_local([2], "float32")
         for j in range(self.tokens // 8):
             factors = [[], []]  # of features c and c + 8, by token
@@ -225,7 +233,7 @@ class Consumer(Warpgroup):
                 ptx("ld.shared.v2.f32", of_tokens[0], of_tokens[1], at)
             for r in range(2):
                 for p in range(2):
-                    scale = self.scale[2 * f + (0 if uniform else r)] if weight.scale else None
+                    scale = self.scale[2 * f + (0 if weight.uniform else r)] if weight.scale else None
                     token = of_tokens[p] if weight.token_scale else None
                     factors[r].append(scale if token is None else token if scale is None else scale * token)
             for r in range(4):
