@@ -50,7 +50,6 @@ def tiles() -> tuple[WarpgroupTile, ...]:
         WarpgroupTile("w32_tail", 32, warpgroups=1, blocks=1, teams=2, slice=4, stages=6, persistent=True, tail=True),
         WarpgroupTile("w128_tail", 128, warpgroups=2, blocks=1, teams=1, slice=2, stages=5, persistent=True, tail=True),
         WarpgroupTile("w256_tail", 256, warpgroups=2, blocks=1, teams=1, slice=2, stages=3, persistent=True, tail=True, **large),
-        WarpgroupTile("w256_pair", 256, warpgroups=2, blocks=1, teams=1, slice=2, stages=3, persistent=True, paired=True, **large),
     )  # fmt: skip
 
 
@@ -65,7 +64,8 @@ def _whole_byte_tiles(weight: ByteWeight) -> tuple[WarpgroupTile, ...]:
     Where products have sums of their own, a thread has those of 128 tokens beside those of all inputs.
     """
     few = {"warpgroups": 1, "blocks": 1, "teams": 1, "slice": 2, "early": True}
-    large = {"registers": (240, 24) if weight.promoted else (224, 56), "persistent": True}
+    large = {"registers": (240, 24), "persistent": True}
+    wide = {"warpgroups": 2, "blocks": 1, "teams": 1, "slice": 1, "stages": 4, "batch": 4 if weight.promoted else 2, **large}
     return (
         WarpgroupTile("w16", 16, **few, stages=5, resident=2),
         WarpgroupTile("w16_deep", 16, **few, stages=10),
@@ -81,12 +81,8 @@ def _whole_byte_tiles(weight: ByteWeight) -> tuple[WarpgroupTile, ...]:
         WarpgroupTile("w128_split", 128, warpgroups=2, blocks=1, teams=1, slice=2, stages=3, split=2),
         WarpgroupTile("w128_tail", 128, warpgroups=2, blocks=1, teams=1, slice=1, stages=6, persistent=True, tail=True),
         WarpgroupTile("w128_tall", 128, warpgroups=2, blocks=2, teams=1, slice=1, stages=4, **large),
-        WarpgroupTile("w128_apart", 128, warpgroups=1, blocks=2, teams=2, slice=1, stages=6, apart=True, **large),
-        WarpgroupTile("w128_pair", 128, warpgroups=2, blocks=1, teams=1, slice=1, stages=6, persistent=True, paired=True),
-        WarpgroupTile("w128_tall_pair", 128, warpgroups=2, blocks=2, teams=1, slice=1, stages=4, paired=True, **large),
-        WarpgroupTile("w256_pair", 256, warpgroups=2, blocks=1, teams=1, slice=1, stages=4, paired=True, **large),
-        WarpgroupTile("w256", 256, warpgroups=2, blocks=1, teams=1, slice=1, stages=4, **large),
-        WarpgroupTile("w256_tail", 256, warpgroups=2, blocks=1, teams=1, slice=1, stages=4, tail=True, **large),
+        WarpgroupTile("w256", 256, **wide),
+        WarpgroupTile("w256_tail", 256, tail=True, **wide),
     )  # fmt: skip
 
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
-from qdsl.codegen.cuda.builder import assign, ptx, settled
+from qdsl.codegen.cuda.builder import assign, ptx, settled, when
 from qdsl.codegen.cuda.correct import floats, load_groups
 from qdsl.codegen.cuda.decode import HALVES, Half
 from qdsl.codegen.cuda.kernel import Kernel
@@ -29,6 +29,7 @@ from qdsl.codegen.cuda.warpgroup import Warpgroup
 from qdsl.codegen.cuda.weight import Shared
 from qdsl.dtype import DType
 
+TURN = 8  # the first of two barriers
 WIDEST = 128  # tokens of an instruction: TVM knows none of 256 for integers
 OPERANDS = {"i8": "s8", "e4m3": "e4m3", "e5m2": "e5m2"}  # in PTX
 # Codes in shared memory, as the descriptor of a matrix without swizzle has them: bytes of 8 features by 16 of k, and of 16
@@ -134,15 +135,22 @@ class Consumer(Warpgroup):
     of their own, for a block of features and some tokens at a time."""
 
     def __init__(self, k: Kernel, stages: Ring):
-        super().__init__(k, stages)
         self.weight = weight = k.weight
-        self.tokens = min(self.tile.tokens, WIDEST)  # of an instruction
+        self.tokens = min(k.tile.tokens, WIDEST)  # of an instruction
+        # What two instructions multiply is read from shared memory once, which is what limits many tokens.
+        self.from_registers = not weight.from_shared or k.tile.tokens > WIDEST
+        super().__init__(k, stages)
         if not weight.promoted:
             self.sums = self.acc
         else:
             self.sums = T.alloc_local([self.tokens // 2], weight.products)
             self.scale = T.alloc_local([2 * self.tile.blocks], "float32")
-        if weight.from_shared:
+        # Products would be promoted by both warpgroups at once, while nobody multiplies: so they take turns.
+        self.turns = weight.promoted and self.tile.warpgroups == 2 and self.tile.teams == 1 and self.tokens >= 64
+        if self.turns:
+            with when(k.thread // 128 == 1):
+                ptx("bar.arrive", T.uint32(TURN), T.uint32(256))
+        if not self.from_registers:
             # From x's descriptor, from whose address and leading offset of 1 this one differs by the same in every stage.
             # Of its own blocks, as all lanes say: the compiler is told that they agree.
             blocks = k.thread // 128 % self.tile.warpgroups * (4 * self.tile.blocks)
@@ -159,22 +167,33 @@ class Consumer(Warpgroup):
         return super().multiply(begin, end)
 
     def fill(self, steps: Sequence[int]) -> None:
-        if self.weight.from_shared:
+        if not self.from_registers:
             return
         for j in steps:
             for f in range(self.tile.blocks):
-                self._load(j, f)
+                if self.weight.from_shared:
+                    self._load_matrices(j, f)
+                else:
+                    self._load_nibbles(j, f)
 
     def products(self, steps: Sequence[int], i) -> None:
         if not self.weight.promoted:
             return super().products(steps, i)
         self._load_scales(steps[0] // 4)
+        turn = T.cast(self.k.thread // 128, "uint32")
         for f in range(self.tile.blocks):
             for first in range(0, self.tile.tokens, self.tokens):
+                if self.turns:
+                    ptx("bar.sync", turn + T.uint32(TURN), T.uint32(256))
                 ptx("wgmma.fence.sync.aligned")
                 for j in steps:
+                    if self.turns and j == steps[-1]:
+                        ptx("wgmma.commit_group.sync.aligned")
                     self._multiply(self.sums, 0, j, f, first, j > steps[0])
                 ptx("wgmma.commit_group.sync.aligned")
+                if self.turns:  # while the last instruction runs, the other's come
+                    ptx("wgmma.wait_group.sync.aligned", 1)
+                    ptx("bar.arrive", (turn ^ T.uint32(1)) + T.uint32(TURN), T.uint32(256))
                 ptx("wgmma.wait_group.sync.aligned", 0)
                 settled(self.sums, self.tokens // 2)
                 self._promote(steps[0] // 4, f, first)
@@ -189,7 +208,7 @@ class Consumer(Warpgroup):
         kind, signs = ("f32", (1, 1)) if weight.products == "float32" else ("s32", ())
         row = j // 4 * self.tile.tokens + first  # of the stage's x
         tokens = self._descriptor(self.low[0] + T.uint32(row * ROW // 16 + j % 4 * 2), self.base[1])
-        if weight.from_shared:
+        if not self.from_registers:
             block = j // 4 * (self.tile.features // 16) + 4 * f
             start = self.low[0] + self.codes + T.uint32((block * BLOCK + j % 4 * 2 * MATRIX) // 16)
             a = [self._descriptor(start, T.uint32(STRIDE))]
@@ -241,7 +260,14 @@ class Consumer(Warpgroup):
                 value, factor = weight.number(self.sums[4 * j + r]), factors[r // 2][r % 2]
                 assign(self.acc, at, self.acc[at] + (value if factor is None else value * factor))
 
-    def _load(self, j: int, f: int) -> None:
+    def _load_matrices(self, j: int, f: int) -> None:
+        """The A fragment for times j of block f: two matrices along features, and two along k."""
+        matrix, row = self.k.lane // 8, self.k.lane % 8
+        place = matrix % 2 * 64 + j % 4 * 16 + matrix // 2 * 8 + row
+        at = self.ring.views["q"].ptr(self.cursor.slot, j // 4, self.k.block(f), place, 0)
+        ptx("ldmatrix.sync.aligned.m8n8.x4.shared.b16", *self.fragment(j, f), at)
+
+    def _load_nibbles(self, j: int, f: int) -> None:
         """The A fragments for times j and j + 1 of block f, if j is even: nibbles in the upper halves of bytes, of feature c
         those in the lower of two nibbles, of c + 8 in the upper.
 

@@ -85,6 +85,7 @@ _INSTRUCTIONS: list[tuple[str, str]] = [
     (r"(max|min)\.NaN\.f32 .*", "{0} = isnan({1}) || isnan({2}) ? NAN : f\\1f({1}, {2})"),
     (r"cvt\.rn\.satfinite\.(e4m3|e5m2)x2\.f32 .*", "{0} = simt::small_\\1({1}) << 8 | simt::small_\\1({2})"),
     (r"bar\.sync %0, %1", "simt::barrier({0}, {1})"),
+    (r"bar\.arrive %0, %1", "simt::barrier_arrive({0}, {1})"),
     (r"barrier\.cluster\.arrive\.release(?:\.aligned)?", "simt::cluster_arrive()"),
     (r"barrier\.cluster\.wait\.acquire(?:\.aligned)?", "simt::cluster_wait()"),
     (r"mapa\.shared::cluster\.u32 .*", "{0} = {1} | ({2} + 1) << 24"),

@@ -455,6 +455,11 @@ inline void wgmma_bytes(int tokens, double (*value)(uint8_t), void** d, const ui
 // ---- barriers -----------------------------------------------------------------------------------------------------
 inline void barrier(int name, int threads) { meet(now->cta->barriers[name], threads, [] {}); }
 
+inline void barrier_arrive(int name, int threads) {
+  Meeting& meeting = now->cta->barriers[name];
+  if (++meeting.come == threads) meeting.come = 0, ++meeting.times;
+}
+
 inline void cluster_arrive() {
   Cluster& cluster = *now->cta->cluster;
   now->cluster_times = cluster.times;
