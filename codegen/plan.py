@@ -284,7 +284,7 @@ def _byte_loop(scheme: Scheme, weight: Split, activation: Split, target: Target)
         return None
     if name == "x" or scheme.tensor(name).dtype != operand or scheme.output.dtype.bits != 16 or len(code.index) != 2:
         return None
-    widened = operand == dtype("i8") and code.dtype == dtype("i4")
+    widened = operand.name in ("i8", "e4m3") and code.dtype == dtype("i4")
     if (code.dtype != operand and not widened) or scheme.output.half:
         return None
     scales = (weight.promote, activation.promote)
@@ -295,8 +295,9 @@ def _byte_loop(scheme: Scheme, weight: Split, activation: Split, target: Target)
     group = next(iter(sizes), None)
     if len(sizes) > 1 or (group and group % 128):  # whole k tiles
         return None
-    for tensor in (scheme.tensor(n) for n in (scale, of_tokens) if n):
-        if str(tensor.dtype) != "f32" or len(tensor.index) != 2:
+    held = {scale: ("f32", "f16", "bf16", "e8m0"), of_tokens: ("f32", "e8m0")}
+    for tensor in (scheme.tensor(n) for n in held if n):
+        if str(tensor.dtype) not in held[tensor.name] or len(tensor.index) != 2:
             return None
     if scale and _place(scheme.tensor(scale), scheme) is None:
         return None

@@ -269,7 +269,7 @@ def floats(k: Kernel, dtype: str, words) -> list:
         ptx(f"cvt.rn.f16x2.{dtype}x2", pair[0], T.cast(words[0], "uint16"))
         return floats(k, "float16", [pair[0]])
     if dtype in ("e4m3", "e5m2", "e8m0"):
-        return [_small_float(dtype, byte) for byte in _integers("u8", words)]
+        return [decode.small_float(dtype, byte) for byte in _integers("u8", words)]
     if dtype == "float32":
         return [T.reinterpret("float32", word) for word in words]
     low, high = words[0] & T.uint32(0xFFFF), words[0] >> T.uint32(16)
@@ -292,23 +292,3 @@ def _integers(dtype: str, words) -> list:
     sign = 1 << int(dtype[1:]) - 1
     mask = T.uint32(2 * sign - 1)  # of a number in a byte of its own the upper bits are zero
     return [T.reinterpret("int32", (number & mask) ^ T.uint32(sign)) - sign for number in found]
-
-
-def _small_float(dtype: str, byte):
-    """A byte -> its float32 value; every code, NaN included."""
-    if dtype == "e8m0":  # 2^(byte - 127): an exponent, but for the smallest, which is subnormal, and for NaN
-        power = byte << T.uint32(23)
-        bits = T.if_then_else(
-            byte == T.uint32(0),
-            T.uint32(0x00400000),
-            T.if_then_else(byte == T.uint32(255), T.uint32(0x7FFFFFFF), power),
-        )
-        return T.reinterpret("float32", bits)
-    if dtype == "e5m2":  # the upper half of an f16
-        return T.cast(T.reinterpret("float16", T.cast(byte << T.uint32(8), "uint16")), "float32")
-    # e4m3: exponent and mantissa in their places in an f16 make 2^-8 of it; the code of all ones is NaN.
-    bits = (byte & T.uint32(0x80)) << T.uint32(8) | (byte & T.uint32(0x7F)) << T.uint32(7)
-    value = T.cast(T.reinterpret("float16", T.cast(bits, "uint16")), "float32") * T.float32(256)
-    return T.if_then_else(
-        (byte & T.uint32(0x7F)) == T.uint32(0x7F), T.reinterpret("float32", T.uint32(0x7FFFFFFF)), value
-    )

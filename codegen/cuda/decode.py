@@ -434,3 +434,23 @@ def bits(half: Half, value: float) -> int:
         found = int(np.float32(value).view(np.uint32)) >> 16
     assert half.values(np.array([found]))[0] == value, f"{value} is no {half.ptx} number"
     return found
+
+
+def small_float(dtype: str, byte):
+    """A byte -> its float32 value; every code, NaN included."""
+    if dtype == "e8m0":  # 2^(byte - 127): an exponent, but for the smallest, which is subnormal, and for NaN
+        power = byte << T.uint32(23)
+        bits = T.if_then_else(
+            byte == T.uint32(0),
+            T.uint32(0x00400000),
+            T.if_then_else(byte == T.uint32(255), T.uint32(0x7FFFFFFF), power),
+        )
+        return T.reinterpret("float32", bits)
+    if dtype == "e5m2":  # the upper half of an f16
+        return T.cast(T.reinterpret("float16", T.cast(byte << T.uint32(8), "uint16")), "float32")
+    # e4m3: exponent and mantissa in their places in an f16 make 2^-8 of it; the code of all ones is NaN.
+    bits = (byte & T.uint32(0x80)) << T.uint32(8) | (byte & T.uint32(0x7F)) << T.uint32(7)
+    value = T.cast(T.reinterpret("float16", T.cast(bits, "uint16")), "float32") * T.float32(256)
+    return T.if_then_else(
+        (byte & T.uint32(0x7F)) == T.uint32(0x7F), T.reinterpret("float32", T.uint32(0x7FFFFFFF)), value
+    )

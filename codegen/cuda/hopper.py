@@ -79,24 +79,19 @@ def lower(
                 with T.Then():
                     if tile.registers:
                         ptx("setmaxnreg.dec.sync.aligned.u32", tile.registers[1])
-                    warp = k.thread // 32 - tile.consumers // 32
-                    first = k.thread // 32 == tile.consumers // 32 if tile.walks == 1 else warp < tile.walks
-                    with when(first), when(T.cuda.elect_sync()):
-                        boxes = Boxes(k, stages, maps, T.int32(0) if tile.walks == 1 else warp)
-                        if tile.apart:
-                            with when(warp > 0):
-                                boxes.hold_back(k, k.k_tiles // (2 * tile.slice))
-                        with walk.of(warp).each() as part:
+                    with when(k.thread // 32 == tile.consumers // 32), when(T.cuda.elect_sync()):
+                        boxes = Boxes(k, stages, maps)
+                        with walk.each() as part:
                             begin, end = _stages_of(part)
                             if tile.early:
                                 useful = _early(walk, begin, end, sms * _residents(weight, tile))
                                 begin = boxes.fill_first(part, begin, end, useful, overlap.wait)
                             boxes.fill(part, begin, end)
                     if weight.grouped or weight.token_scale:
-                        warp = k.thread // 32 - (tile.consumers // 32 + tile.walks)
-                        with when(tirx.all(warp >= 0, warp < max(tile.fill_warps, tile.walks))):
+                        warp = k.thread // 32 - (tile.consumers // 32 + 1)
+                        with when(tirx.all(warp >= 0, warp < tile.fill_warps)):
                             cursor = Cursor(tile.stages, warp, 1)
-                            with walk.of(warp).each() as part:
+                            with walk.each() as part:
                                 ring.fill_groups(part, stages, cursor, warp, *_stages_of(part))
                 with T.Else():
                     if tile.registers:
@@ -107,11 +102,9 @@ def lower(
                         overlap.wait()
                         overlap.let_in()
                     consumer = tile.consumer(k, stages)
-                    with walk.of(consumer.team).each() as part:
+                    with walk.each() as part:
                         summed = consumer.multiply(*_stages_of(part))
                         _store(part, consumer.acc, summed, epilogue, others, own["y"])
-            if tile.paired:
-                stages.meet()
     return builder.get()
 
 
@@ -157,8 +150,8 @@ def _store(k: Kernel, acc, summed, epilogue: Epilogue, buffers, y):
 def _enter(weight, tile, buffers, sms, parts: int):
     """The launch grid and the names in scope on the device; (CTA's index, all CTAs)."""
     M, N = buffers["y"].shape
-    size, features = tile.launched, tile.features // parts * (2 if tile.paired else 1)
-    count = T.cast(ceildiv(M, tile.tokens), "int32") * T.cast(ceildiv(N, features), "int32")
+    size = tile.cluster
+    count = T.cast(ceildiv(M, tile.tokens), "int32") * T.cast(ceildiv(N, tile.features // parts), "int32")
     clusters = count
     if tile.persistent:
         clusters = tirx.truncdiv(sms, size)
@@ -168,7 +161,7 @@ def _enter(weight, tile, buffers, sms, parts: int):
     rank = T.cta_id_in_cluster([size]) if size > 1 else T.int32(0)
     thread = T.thread_id([tile.threads])
     pool = T.alloc_buffer((pool_bytes(weight, tile),), "uint8", scope="shared.dyn")
-    k = Kernel.of(weight, tile, buffers, thread=thread, pool=pool, rank=rank if size > 1 else None,
+    k = Kernel.of(weight, tile, buffers, thread=thread, pool=pool, rank=rank if tile.cluster > 1 else None,
                   partials=_partials(weight, tile), table_start=_table(weight, tile), parts=parts)  # fmt: skip
     return k, (cta, clusters * size)
 
@@ -182,14 +175,8 @@ class _Parts:
     def __init__(self, k: Kernel, ctas):
         self.k, (self.cta, self.ctas) = k, ctas
         tile = k.tile
-        outputs = k.outputs * (2 if tile.paired else 1)
-        self.rows, self.columns = (k.M + (tile.tokens - 1)) // tile.tokens, (k.N + (outputs - 1)) // outputs
+        self.rows, self.columns = (k.M + (tile.tokens - 1)) // tile.tokens, (k.N + (k.outputs - 1)) // k.outputs
         self.only = None if tile.persistent else self._part(tirx.truncdiv(self.cta, tile.split))
-
-    def of(self, team) -> _Parts:
-        """Those of a team, if teams have their own."""
-        walks = self.k.tile.walks
-        return self if walks == 1 else _Parts(self.k, (team * self.ctas + self.cta, self.ctas * walks))
 
     @contextmanager
     def each(self):
@@ -199,8 +186,6 @@ class _Parts:
             yield self.only
             return
         parts = self.rows * self.columns
-        if tile.paired:
-            cta, ctas = cta // 2, ctas // 2
         whole = tirx.truncdiv(parts, ctas)  # rounds with a part for every CTA
         rest = parts - whole * ctas
         if not tile.tail:
@@ -230,8 +215,7 @@ class _Parts:
         # the part before has as well is not stored again.
         tile, first = self.k.tile, place[0] * self.k.tile.tokens
         m0 = register("int32", tirx.min(first, tirx.max(self.k.M - tile.tokens, 0)))
-        column = place[1] * 2 + self.k.rank if tile.paired else place[1]
-        return replace(self.k, m0=m0[0], first=first, o0=column * (tile.features // 16), halved=halved)
+        return replace(self.k, m0=m0[0], first=first, o0=place[1] * (tile.features // 16), halved=halved)
 
 
 def _stages_of(k: Kernel):
@@ -240,7 +224,7 @@ def _stages_of(k: Kernel):
     A persistent kernel's teams go on around the ring from part to part, so every part has as many stages for each team: what
     lies beyond K is zero.
     """
-    tile, size, teams = k.tile, k.tile.slice, 1 if k.tile.apart else k.tile.teams
+    tile, size, teams = k.tile, k.tile.slice, k.tile.teams
     if not tile.persistent:
         first, end = k.share
         return first // size, (end + (size - 1)) // size
@@ -263,7 +247,7 @@ def _table(weight: Weight, tile: Cut) -> int:
 
 def _barriers(weight: Weight, tile: Cut) -> int:
     """Where the barriers begin: behind the stages and what becomes of the sums."""
-    sums = store.partial_bytes(tile) if tile.cluster * tile.teams > tile.walks else 0
+    sums = store.partial_bytes(tile) if tile.cluster * tile.teams > 1 else 0
     if tile.direct:
         staged = store.staging_bytes(tile)
         return max(_stages(weight, tile) + staged if tile.persistent else max(_stages(weight, tile), staged), sums)
@@ -306,7 +290,7 @@ def order(weight: Weight, tile: Cut) -> str | None:
     if tile.tail:
         return None
     span = f"by {64 * weight.unit * tile.slice}"
-    share = "1 team" if tile.teams == tile.walks else f"{tile.teams} teams {span}"
+    share = "1 team" if tile.teams == 1 else f"{tile.teams} teams {span}"
     share = share if tile.split == 1 else f"{tile.split} CTAs {span}, of {share}"
     if tile.correct == "sums":
         return f"mma {share}, corrects sums of {Stage(weight, tile).step}"

@@ -42,6 +42,10 @@ def lower(plan: Plan) -> dict[str, tirx.PrimFunc]:
 
 def weight_of(scheme: Scheme, loop: MainLoop) -> Weight | ByteWeight:
     """The main loop's weight as kernels know it."""
+    def loaded(name: str | None) -> str | None:
+        kind = scheme.tensor(name).dtype if name else None
+        return None if kind is None else str(kind) if kind.bits <= 8 else storage(kind)
+
     if loop.activation:
         place = place_in(loop, scheme.tensor(loop.scale), scheme) if loop.scale else None
         return ByteWeight(
@@ -49,15 +53,10 @@ def weight_of(scheme: Scheme, loop: MainLoop) -> Weight | ByteWeight:
             scheme.code.dtype,
             storage(scheme.output.dtype),
             loop.group and loop.group // 2,
-            "float32" if loop.scale else None,
+            loaded(loop.scale),
             Shared(place.features, place.inputs and place.inputs // 2) if place else None,
-            "float32" if loop.token_scale else None,
+            loaded(loop.token_scale),
         )
-
-    def loaded(name: str | None) -> str | None:
-        kind = scheme.tensor(name).dtype if name else None
-        return None if kind is None else str(kind) if kind.bits <= 8 else storage(kind)
-
     compute, code = storage(scheme.compute.operand), scheme.code.dtype
     index = dtype(f"u{code.bits}") if loop.table else code
     shared = []

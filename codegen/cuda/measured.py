@@ -28,10 +28,11 @@ def table(arch: str, key: Key) -> Table | None:
 
 
 def _difference(a: Key, b: Key) -> tuple:
-    """How unlike two kinds of kernels are: first the multiplier's type, then how weights are decoded, then the group."""
+    """How unlike two kinds of kernels are: first the multiplier's type, its width above all, then how weights are decoded, then the group."""
     groups = [math.log2(key.group or 1 << 20) for key in (a, b)]
     kinds = [dtype(key.code).kind for key in (a, b)]
     return (
+        dtype(a.compute).bits != dtype(b.compute).bits,
         a.compute != b.compute,
         kinds[0] != kinds[1],
         (a.scale != b.scale) + (a.zero != b.zero) + (a.offset != b.offset) + (bool(a.entries) != bool(b.entries)),

@@ -130,7 +130,8 @@ def declare(weight, parts, extra, output):
                 dtype,
             )
     if weight.token_scale:
-        shapes["token_scale"] = ((ceildiv(K, weight.unit * weight.group), M), weight.token_scale)
+        kind = "uint8" if BYTES[weight.token_scale] == 1 else weight.token_scale
+        shapes["token_scale"] = ((ceildiv(K, weight.unit * weight.group), M), kind)
     own = [(role[0] if role in weight.grouped else role, *shape) for role, shape in shapes.items()]
     others = [(name, shape(M, N, K), dtype) for name, shape, dtype in extra]
     params = [*own, *others, ("y", (M, N), output)]

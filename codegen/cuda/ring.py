@@ -68,8 +68,6 @@ def _tokens_box(tile, M):
     No more rows than x has: those outside of it take longer than those inside. What a slot then holds in the rest of its
     rows only gets into sums that are not stored.
     """
-    if tile.paired:
-        return (64, tile.tokens // 2), 3
     return ((64 * tile.slice, 1), 0) if tile.tokens == 1 else ((64, tirx.min(M, T.int64(tile.tokens))), 3)
 
 
@@ -117,21 +115,11 @@ class Ring:
     def initialize(self):
         k, tile = self.k, self.k.tile
         with when(k.thread < self.stages):
-            landed, read = 1 + 32 * len(_arrivals(k.weight)), tile.team_threads
-            if tile.paired:  # a warp of either CTA
-                read = 2 * tile.team_threads // 32
+            landed = 1 + 32 * len(_arrivals(k.weight))
             ptx("mbarrier.init.shared.b64", self.full(k.thread), T.uint32(landed))
-            ptx("mbarrier.init.shared.b64", self.empty(k.thread), T.uint32(read))
+            ptx("mbarrier.init.shared.b64", self.empty(k.thread), T.uint32(tile.team_threads))
             ptx("fence.mbarrier_init.release.cluster")
-        if tile.paired:
-            self.meet()
-        else:
-            T.evaluate(T.cuda.cta_sync())
-
-    def meet(self):
-        """All threads of a pair: before they find each other's barriers, and before one leaves that the other still uses."""
-        ptx("barrier.cluster.arrive.release")
-        ptx("barrier.cluster.wait.acquire")
+        T.evaluate(T.cuda.cta_sync())
 
     def release(self, slot):
         """A thread has read the slot.
@@ -139,21 +127,13 @@ class Ring:
         Every lane says so for itself: one for all of its warp, behind a warp barrier, is ordered just as well, but no
         faster, and compute-sanitizer does not see the order.
         """
-        if not self.k.tile.paired:
-            ptx("mbarrier.arrive.shared.b64", self.empty(slot))
-            return
-        # Both CTAs fill it, so both have to know. A lane speaks for its warp: the way to the other is narrow.
-        T.evaluate(T.cuda.warp_sync())
-        with when(self.k.lane < 2):
-            place = T.alloc_local([1], "uint32")
-            own = T.cuda.cvta_generic_to_shared(self.empty(slot))
-            ptx("mapa.shared::cluster.u32", place[0], own, T.cast(self.k.lane, "uint32"))
-            ptx("mbarrier.arrive.release.cluster.shared::cluster.b64", place[0])
+        ptx("mbarrier.arrive.shared.b64", self.empty(slot))
 
 
 def _arrivals(weight: Weight) -> list[str]:
     """How each of the lanes that fill groups says that its share has landed: what it copied, and what it stored itself."""
-    stored = {not copied(weight, role) for role in weight.grouped} | ({False} if weight.token_scale else set())
+    roles = [*weight.grouped, *(["token_scale"] if weight.token_scale else [])]
+    stored = {not copied(weight, role) for role in roles}
     return [ARRIVALS[own] for own in sorted(stored)]
 
 
@@ -167,18 +147,18 @@ def fetch(maps):
 
 
 class Boxes:
-    """The requests of one lane, elected: the boxes of q and x, of one of the tile's walks.
+    """The requests of one lane, elected: the boxes of q and x.
 
     What a lane does alone needs no loop over the lanes, which ptxas puts around each request otherwise.
     """
 
-    def __init__(self, k: Kernel, ring: Ring, maps, walk):
-        self.ring, self.cursor = ring, Cursor(k.tile.stages, walk, 1)
+    def __init__(self, k: Kernel, ring: Ring, maps):
+        self.ring, self.cursor = ring, Cursor(k.tile.stages, T.int32(0), 1)
         self.q, self.x = T.address_of(maps["q"]), T.address_of(maps["x"])
         read_once = k.tile.tokens <= READ_ONCE
         self.load = "cp.async.bulk.tensor.{}d.shared::cluster.global.mbarrier::complete_tx::bytes"
         self.hint, self.policy = (".L2::cache_hint", [evict_first()]) if read_once else ("", [])
-        rows = (k.tile.tokens if k.tile.paired else tirx.min(k.M, k.tile.tokens)) * k.tile.slice
+        rows = tirx.min(k.M, k.tile.tokens) * k.tile.slice
         self.bytes = T.cast(k.tile.slice * (k.tile.features // 16 * 128 * k.weight.unit_bits) + rows * ROW, "uint32")
 
     def fill_first(self, k: Kernel, begin, end, early, wait):
@@ -195,14 +175,6 @@ class Boxes:
             self.cursor.advance()
         return begin + count[0]
 
-    def hold_back(self, k: Kernel, stages):
-        """Let the first walk go through so many stages before this one begins.
-
-        Of two walks in step, both store their parts at the same time, and nobody multiplies.
-        """
-        with T.serial(0, stages // (k.tile.stages // k.tile.walks), unroll=False) as i:
-            T.evaluate(T.cuda.mbarrier_wait(self.ring.empty(0), i & 1))
-
     def fill(self, k: Kernel, begin, end):
         """Stages begin .. end of a part."""
         with T.serial(begin, end, unroll=False) as i:
@@ -210,7 +182,7 @@ class Boxes:
             T.evaluate(T.cuda.mbarrier_wait(self.ring.empty(slot), self.cursor.phase))
             self._codes(k, slot, i)
             self._tokens(k, slot, i)
-            self.cursor.advance(k.tile.walks)
+            self.cursor.advance()
 
     def _codes(self, k: Kernel, slot, i):
         """Those of stage i into an empty slot, and how many bytes it gets in all."""
@@ -223,16 +195,10 @@ class Boxes:
         ptx(self.load.format(len(at)) + self.hint, target, self.q, *at, full, *self.policy)
 
     def _tokens(self, k: Kernel, slot, i):
-        """x of stage i; of a pair, half of the tokens for both."""
-        x, full = self.ring.views["x"], self.ring.full(slot)
+        """x of stage i."""
         for t in range(k.tile.slice if k.tile.tokens > 1 else 1):
-            at = (i * k.tile.slice + t) * 64
-            if not k.tile.paired:
-                ptx(self.load.format(2), x.ptr(slot, t, 0, 0), self.x, at, k.m0, full)
-                continue
-            first = k.rank * (k.tile.tokens // 2)
-            both = (self.load + ".multicast::cluster").format(2)
-            ptx(both, x.ptr(slot, t, first, 0), self.x, at, k.m0 + first, full, T.uint16(3))
+            target, full = self.ring.views["x"].ptr(slot, t, 0, 0), self.ring.full(slot)
+            ptx(self.load.format(2), target, self.x, (i * k.tile.slice + t) * 64, k.m0, full)
 
 
 def fill_groups(k: Kernel, ring: Ring, cursor: Cursor, warp, begin, end):
@@ -250,4 +216,4 @@ def fill_groups(k: Kernel, ring: Ring, cursor: Cursor, warp, begin, end):
             fill.advance(tile.slice * step)
         for arrive in _arrivals(k.weight):
             ptx(arrive, ring.full(slot))
-        cursor.advance(max(step, tile.walks))
+        cursor.advance(step)

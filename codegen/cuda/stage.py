@@ -14,7 +14,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from qdsl.codegen.cuda.builder import assign, ceildiv, ptx, register, when, wide
-from qdsl.codegen.cuda.decode import words_of
+from qdsl.codegen.cuda.decode import small_float, words_of
 from qdsl.codegen.cuda.kernel import Kernel
 from qdsl.codegen.cuda.tile import Tile
 from qdsl.codegen.cuda.weight import BYTES, NIBBLES, Weight
@@ -79,7 +79,7 @@ class Stage:
             size = BYTES[dtype] if self.weight.uniform else group_bytes(dtype)
             shapes[role] = ((blocks, self.steps, size), "uint8")
         if self.weight.token_scale:
-            shapes["token_scale"] = ((self.steps, BYTES[self.weight.token_scale] * tile.tokens), "uint8")
+            shapes["token_scale"] = ((self.steps, 4 * tile.tokens), "uint8")
         return shapes
 
     def offset(self, operand: str | None = None) -> int:
@@ -204,6 +204,8 @@ class FillCodes:
 
 def copied(weight: Weight, role: str) -> bool:
     """Whether a role's numbers are copied by cp.async, which has no fewer than 4 bytes; others are loaded and stored."""
+    if role == "token_scale":
+        return BYTES[weight.token_scale] == 4
     return weight.place(role) is None or BYTES[weight.grouped[role]] == 4
 
 
@@ -302,7 +304,7 @@ class FillShared:
 
 
 class FillTokenScales:
-    """The scales of a stage's tokens and groups, float32 [k // group, m], a copy for each."""
+    """The scales of a stage's tokens and groups, [k // group, m], a copy for each: as float32, powers of two as well."""
 
     def __init__(self, k: Kernel, view, first):
         self.k, self.view, self.stage = k, view, Stage(k.weight, k.tile)
@@ -315,9 +317,16 @@ class FillTokenScales:
             item = n * tile.fillers + k.filler
             step, token = item // tile.tokens, item % tile.tokens
             group = tirx.min(self.position[0] + step * self.stage.step, k.K - 1) // k.weight.group
-            source = k.token_scale.ptr_to([wide(group), wide(tirx.min(k.m0 + token, k.M - 1))])
+            place = [wide(group), wide(tirx.min(k.m0 + token, k.M - 1))]
             exists = None if total % tile.fillers == 0 else item < total
-            _copy(self.view.ptr(slot, step, token * 4), source, 4, None, exists)
+            if copied(k.weight, "token_scale"):
+                _copy(self.view.ptr(slot, step, token * 4), k.token_scale.ptr_to(place), 4, None, exists)
+                continue
+            held = k.shared((tile.rings, tile.stages, self.stage.offset() // 4), "float32")
+            at = self.view.index(slot, step, token * 4)
+            at[2] = at[2] // 4
+            with when(item < total):
+                T.buffer_store(held, small_float(k.weight.token_scale, T.cast(k.token_scale[tuple(place)], "uint32")), at)
 
     def advance(self, tiles: int):
         assign(self.position, 0, self.position[0] + tiles * 64)

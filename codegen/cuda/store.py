@@ -11,12 +11,11 @@ from qdsl.codegen.cuda.builder import ptx, when, wide
 from qdsl.codegen.cuda.kernel import Kernel
 from qdsl.codegen.cuda.stage import Stage
 
-TOKENS = 16  # that a warpgroup stages at once: the four matrices of one stmatrix
 PITCH = 64 * 2 + 16  # bytes of a staged token: 64 features, and padding that puts 8 rows into different banks
 
 
 def staging_bytes(tile) -> int:
-    return tile.consumers // 128 * TOKENS * PITCH
+    return tile.consumers // 128 * tile.staged * PITCH
 
 
 def partial_bytes(tile) -> int:
@@ -29,21 +28,22 @@ def store_direct(k: Kernel, acc, epilogue, buffers, y):
     A persistent kernel stages them behind the ring, which is being filled for the next part; others over it.
     """
     tile, group = k.tile, k.thread // 128
-    column = group % tile.warpgroups if tile.apart else group
     first = tile.stages * Stage(k.weight, tile).offset() // 2 if tile.persistent else 0
     staging = k.shared((first + staging_bytes(tile) // 2,), k.weight.compute)
-    own = first + group * (TOKENS * PITCH // 2)  # the warpgroup's
+    own = first + group * (tile.staged * PITCH // 2)  # the warpgroup's
     sync = lambda: ptx("bar.sync", T.cast(group + 2, "uint32"), T.uint32(128))  # 1 is for all consumers
     if not tile.persistent:
         ptx("bar.sync", T.uint32(15), T.uint32(tile.consumers))  # nobody reads the ring any more
     for f in range(tile.blocks):
-        n0 = (k.o0 + (column * tile.blocks + f) * 4) * k.block_outputs
+        n0 = (k.o0 + (group * tile.blocks + f) * 4) * k.block_outputs
         pairs = _finished(k, acc, f, n0, epilogue, buffers)
-        for token in range(0, tile.tokens, TOKENS):
-            count = min(TOKENS, tile.tokens - token)
+        for token in range(0, tile.tokens, tile.staged):
+            count = min(tile.staged, tile.tokens - token)
             with when(k.stores(k.m0 + token, count)):
                 sync()  # the tokens staged before have been read
-                _stage_tokens(k, pairs, token, count, lambda at: staging.ptr_to([own + at]))
+                for some in range(0, count, 16):  # the four matrices of one stmatrix
+                    place = own + some * (PITCH // 2)
+                    _stage_tokens(k, pairs, token + some, min(16, count - some), staging, place)
                 sync()
                 _store_rows(k, staging, own, k.m0 + token, n0, count, y)
 
@@ -69,8 +69,8 @@ def _finished(k: Kernel, acc, f: int, n0, epilogue, buffers):
     return pairs
 
 
-def _stage_tokens(k: Kernel, pairs, token: int, count: int, place):
-    """Tokens token .. token + count of a block, finished, to the staging.
+def _stage_tokens(k: Kernel, pairs, token: int, count: int, staging, start):
+    """Tokens token .. token + count of a block, finished, to the staging from `start` on.
 
     A warp holds matrices of 8 features x 8 tokens, neighbouring tokens in a register; stmatrix with .trans stores them
     as rows of 8 features. Lane l names row l % 8 of matrix l // 8: token tile l // 16, features 8 (l // 8 % 2) on; where
@@ -80,7 +80,8 @@ def _stage_tokens(k: Kernel, pairs, token: int, count: int, place):
     across = own // 8
     matrices, first = across * (count // 8), across * (token // 8)
     tile = lane // (8 * across) if matrices > across else 0
-    address = place((tile * 8 + lane % 8) * (PITCH // 2) + warp * own + (lane // 8 % 2 * 8 if across > 1 else 0))
+    at = (tile * 8 + lane % 8) * (PITCH // 2) + warp * own + (lane // 8 % 2 * 8 if across > 1 else 0)
+    address = staging.ptr_to([start + at])
     stored = (pairs[first + r] for r in range(matrices))
     ptx(f"stmatrix.sync.aligned.m8n8.x{matrices}.trans.shared.b16", address, *stored)
 

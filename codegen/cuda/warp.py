@@ -61,8 +61,7 @@ class WarpTile:
     registers = None
     converts_fp8 = True  # in hardware, since sm_89
     looks_up_pairs = True
-    direct = persistent = tail = apart = paired = False
-    walks = 1
+    direct = persistent = tail = False
     halved = None
     early = True  # codes are asked for while the kernel before still runs
 
@@ -74,11 +73,6 @@ class WarpTile:
         parts = f"{self.tokens} tokens x {self.features} features, {self.warps}x{self.teams} warps"
         parts += f", {self.stages} stages of {64 * self.slice}, corrects {self.correct}"
         return f"{self.name}: {parts}{f', {self.split} CTAs along k' if self.split > 1 else ''}"
-
-    @property
-    def launched(self) -> int:
-        """CTAs of a cluster."""
-        return self.split
 
     @property
     def features(self) -> int:

@@ -41,8 +41,7 @@ class Warpgroup:
     def multiply(self, begin, end):
         """acc = the part's features x tokens, over the team's share of stages begin .. end; -> whether there is one."""
         tile, stage, cursor = self.tile, self.stage, self.cursor
-        share = end - begin if tile.apart else (end - begin - self.team + (tile.teams - 1)) // tile.teams
-        count = register("int32", share)
+        count = register("int32", (end - begin - self.team + (tile.teams - 1)) // tile.teams)
         with T.serial(0, count[0], unroll=False) as i:
             T.evaluate(T.cuda.mbarrier_wait(self.ring.full(cursor.slot), cursor.phase))
             assign(self.low, 0, self.base[0] + T.cast(cursor.slot * (stage.offset() // 16), "uint32"))

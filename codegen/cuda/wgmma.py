@@ -64,8 +64,10 @@ def _whole_byte_tiles(weight: ByteWeight) -> tuple[WarpgroupTile, ...]:
     Where products have sums of their own, a thread has those of 128 tokens beside those of all inputs.
     """
     few = {"warpgroups": 1, "blocks": 1, "teams": 1, "slice": 2, "early": True}
-    large = {"registers": (240, 24), "persistent": True}
-    wide = {"warpgroups": 2, "blocks": 1, "teams": 1, "slice": 1, "stages": 4, "batch": 4 if weight.promoted else 2, **large}
+    room = {"registers": (232, 40) if weight.scale else (240, 24)}
+    many = room if weight.promoted else {}
+    large = {**room, "persistent": True, "staged": 64}
+    wide = {"warpgroups": 2, "blocks": 1, "teams": 1, "slice": 1, "stages": 4, **large}
     return (
         WarpgroupTile("w16", 16, **few, stages=5, resident=2),
         WarpgroupTile("w16_deep", 16, **few, stages=10),
@@ -77,9 +79,9 @@ def _whole_byte_tiles(weight: ByteWeight) -> tuple[WarpgroupTile, ...]:
         WarpgroupTile("w64_split", 64, **few, stages=6, split=2),
         WarpgroupTile("w64_wide", 64, warpgroups=2, blocks=1, teams=1, slice=2, stages=4),
         WarpgroupTile("w128_narrow", 128, warpgroups=1, blocks=1, teams=1, slice=2, stages=4),
-        WarpgroupTile("w128", 128, warpgroups=2, blocks=1, teams=1, slice=2, stages=3),
-        WarpgroupTile("w128_split", 128, warpgroups=2, blocks=1, teams=1, slice=2, stages=3, split=2),
-        WarpgroupTile("w128_tail", 128, warpgroups=2, blocks=1, teams=1, slice=1, stages=6, persistent=True, tail=True),
+        WarpgroupTile("w128", 128, warpgroups=2, blocks=1, teams=1, slice=2, stages=3, **many),
+        WarpgroupTile("w128_split", 128, warpgroups=2, blocks=1, teams=1, slice=2, stages=3, split=2, **many),
+        WarpgroupTile("w128_tail", 128, warpgroups=2, blocks=1, teams=1, slice=1, stages=6, persistent=True, tail=True, staged=64, **many),
         WarpgroupTile("w128_tall", 128, warpgroups=2, blocks=2, teams=1, slice=1, stages=4, **large),
         WarpgroupTile("w256", 256, **wide),
         WarpgroupTile("w256_tail", 256, tail=True, **wide),
@@ -88,10 +90,13 @@ def _whole_byte_tiles(weight: ByteWeight) -> tuple[WarpgroupTile, ...]:
 
 def _nibble_tiles(weight: ByteWeight) -> list[WarpgroupTile]:
     """Codes that become operands in registers; integer products have a multiple of 16 tokens."""
+    one = {"warpgroups": 1, "blocks": 1, "early": True}
     few = [
-        WarpgroupTile("w16", 16, warpgroups=2, blocks=1, teams=2, slice=2, stages=8),
-        WarpgroupTile("w16_narrow", 16, warpgroups=1, blocks=1, teams=2, slice=2, stages=8),
-        WarpgroupTile("w16_split", 16, warpgroups=1, blocks=1, teams=2, slice=2, stages=8, split=2),
+        WarpgroupTile("w16", 16, **one, teams=1, slice=4, stages=4, resident=2),
+        WarpgroupTile("w16_deep", 16, **one, teams=1, slice=4, stages=8),
+        WarpgroupTile("w16_teams", 16, **one, teams=2, slice=4, stages=8),
+        WarpgroupTile("w16_split", 16, **one, teams=2, slice=2, stages=12, split=2),
+        WarpgroupTile("w16_wide", 16, warpgroups=2, blocks=1, teams=2, slice=2, stages=10, early=True),
     ]
     found = [*few, *(t for t in tiles() if t.tokens % 16 == 0)]
     if not weight.promoted:
@@ -122,8 +127,7 @@ class WarpgroupTile:
     persistent: bool = False  # as many clusters as the GPU has room for, instead of one for every part of y
     tail: bool = False  # a persistent kernel's last round is shared by two CTAs along k, if it is short
     early: bool = False  # codes are asked for while the kernel before still runs
-    apart: bool = False  # teams do not share k, but have parts of their own
-    paired: bool = False  # two CTAs side by side along features, a cluster, bring each other half of their tokens
+    staged: int = 16  # tokens that a warpgroup stores at once
 
     correct = "weights"
     result = (0, 1, 2, 3)  # registers of eight tokens, as in `Tile.result`
@@ -145,28 +149,18 @@ class WarpgroupTile:
         assert self.stages >= 2 * self.teams, self
         assert not self.persistent or self.split == 1, self
         assert not self.tail or self.persistent, self
-        assert not self.apart or (self.persistent and not self.tail and self.registers), self
-        # Half of the rows of x begin where the swizzle does.
-        assert not self.paired or (self.persistent and self.cluster == 1 and self.tokens % 16 == 0), self
 
     def __str__(self):
         parts = f"{self.tokens} tokens x {self.features} features, {self.warpgroups}x{self.teams} warpgroups"
         parts += f", {self.stages} stages of {64 * self.slice}"
         parts += f", {self.split} CTAs along k" if self.split > 1 else ""
         parts += ", persistent" if self.persistent else ""
-        parts += ", a part for each team" if self.apart else ""
-        parts += ", pairs share tokens" if self.paired else ""
         return f"{self.name}: {parts}{', the last round in halves' if self.tail else ''}"
 
     @property
     def direct(self) -> bool:
         """One warpgroup has all of a sum: it goes to y without the detour through partial sums."""
-        return self.split == 1 and (self.teams == 1 or self.apart)
-
-    @property
-    def walks(self) -> int:
-        """Teams that go from part to part by themselves, each with a producer of its own."""
-        return self.teams if self.apart else 1
+        return self.split == self.teams == 1
 
     @property
     def halved(self) -> WarpgroupTile | None:
@@ -207,11 +201,6 @@ class WarpgroupTile:
     def cluster(self) -> int:
         """CTAs that share k, those of a tail included."""
         return 2 if self.tail else self.split
-
-    @property
-    def launched(self) -> int:
-        """CTAs of a cluster."""
-        return 2 if self.paired else self.cluster
 
     def block(self, warp, f: int):
         return (warp // 4 % self.warpgroups * self.blocks + f) * 4 + warp % 4

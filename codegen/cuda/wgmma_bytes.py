@@ -20,16 +20,15 @@ from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
-from qdsl.codegen.cuda.builder import assign, ptx, settled, when
+from qdsl.codegen.cuda.builder import assign, ptx, settled
 from qdsl.codegen.cuda.correct import floats, load_groups
 from qdsl.codegen.cuda.decode import HALVES, Half
 from qdsl.codegen.cuda.kernel import Kernel
 from qdsl.codegen.cuda.ring import ROW, Ring
 from qdsl.codegen.cuda.warpgroup import Warpgroup
-from qdsl.codegen.cuda.weight import Shared
+from qdsl.codegen.cuda.weight import BYTES, Shared
 from qdsl.dtype import DType
 
-TURN = 8  # the first of two barriers
 WIDEST = 128  # tokens of an instruction: TVM knows none of 256 for integers
 OPERANDS = {"i8": "s8", "e4m3": "e4m3", "e5m2": "e5m2"}  # in PTX
 # Codes in shared memory, as the descriptor of a matrix without swizzle has them: bytes of 8 features by 16 of k, and of 16
@@ -43,7 +42,7 @@ class ByteWeight:
     """What a kernel of bytes needs to know of a weight: w = q * scale, where the epilogue has the rest of it.
 
     operand      type of the activations' codes and of the multiplier
-    code         that of the weight's: the same, or i4, which is multiplied as 16 times itself
+    code         that of the weight's: the same, or i4, which becomes one (`unpacked`)
     compute      of y: "float16" or "bfloat16"
     group        units of a group along k, whose sums are multiplied by scales: whole k tiles; None: there are no such scales
     scale        type of the weight's scales of groups
@@ -109,19 +108,35 @@ class ByteWeight:
         return 13 if self.operand.is_float else None
 
     @property
-    def shrink(self) -> float:
-        """What sums of products are multiplied by."""
-        return 1.0 if self.code == self.operand else 1 / 16
+    def unit_of_codes(self) -> float:
+        """What an operand of 1 is in codes: nibbles become 16 times themselves, or 2^-9, the smallest float of e4m3."""
+        return 1.0 if self.code == self.operand else 2.0**9 if self.operand.is_float else 1 / 16
 
     def finished(self, value):
         """A sum of all inputs as float32."""
-        return value if self.promoted else self.number(value)
+        if not self.promoted:
+            value = T.cast(T.reinterpret("int32", value), "float32")
+        return value if self.unit_of_codes == 1 else value * T.float32(self.unit_of_codes)
 
     def number(self, value):
-        """A sum of products as float32."""
-        if self.products == "uint32":
-            value = T.cast(T.reinterpret("int32", value), "float32")
-        return value if self.shrink == 1 else value * T.float32(self.shrink)
+        """A sum of products of 128 inputs as float32.
+
+        An integer within 2^22 of zero, added to the bits of 1.5 * 2^23, is that float plus the integer; a conversion would take
+        longer than the products do.
+        """
+        if self.products == "float32":
+            return value
+        return T.reinterpret("float32", value + T.uint32(0x4B400000)) - T.float32(1.5 * 2**23)
+
+    def unpacked(self, word, upper: bool):
+        """Four operands out of eight nibbles in two's complement: out of the upper or the lower of every byte."""
+        if not self.operand.is_float:
+            return (word if upper else word << T.uint32(4)) & T.uint32(0xF0F0F0F0)
+        # As floats of 2^-9, whose bits below 8 are their number: the sign, and 8 less the rest of a negative nibble.
+        nibble = word >> T.uint32(4) if upper else word
+        sign = nibble & T.uint32(0x08080808)
+        one = sign >> T.uint32(3)
+        return (((nibble & T.uint32(0x07070707)) ^ (sign - one)) + one) | sign << T.uint32(4)
 
     def table_bytes(self, pairs: bool) -> int:
         return 0
@@ -137,19 +152,13 @@ class Consumer(Warpgroup):
     def __init__(self, k: Kernel, stages: Ring):
         self.weight = weight = k.weight
         self.tokens = min(k.tile.tokens, WIDEST)  # of an instruction
-        # What two instructions multiply is read from shared memory once, which is what limits many tokens.
-        self.from_registers = not weight.from_shared or k.tile.tokens > WIDEST
+        self.from_registers = not weight.from_shared
         super().__init__(k, stages)
         if not weight.promoted:
             self.sums = self.acc
         else:
             self.sums = T.alloc_local([self.tokens // 2], weight.products)
             self.scale = T.alloc_local([2 * self.tile.blocks], "float32")
-        # Products would be promoted by both warpgroups at once, while nobody multiplies: so they take turns.
-        self.turns = weight.promoted and self.tile.warpgroups == 2 and self.tile.teams == 1 and self.tokens >= 64
-        if self.turns:
-            with when(k.thread // 128 == 1):
-                ptx("bar.arrive", T.uint32(TURN), T.uint32(256))
         if not self.from_registers:
             # From x's descriptor, from whose address and leading offset of 1 this one differs by the same in every stage.
             # Of its own blocks, as all lanes say: the compiler is told that they agree.
@@ -171,32 +180,22 @@ class Consumer(Warpgroup):
             return
         for j in steps:
             for f in range(self.tile.blocks):
-                if self.weight.from_shared:
-                    self._load_matrices(j, f)
-                else:
-                    self._load_nibbles(j, f)
+                self._load(j, f)
 
     def products(self, steps: Sequence[int], i) -> None:
         if not self.weight.promoted:
             return super().products(steps, i)
         self._load_scales(steps[0] // 4)
-        turn = T.cast(self.k.thread // 128, "uint32")
         for f in range(self.tile.blocks):
             for first in range(0, self.tile.tokens, self.tokens):
-                if self.turns:
-                    ptx("bar.sync", turn + T.uint32(TURN), T.uint32(256))
                 ptx("wgmma.fence.sync.aligned")
                 for j in steps:
-                    if self.turns and j == steps[-1]:
-                        ptx("wgmma.commit_group.sync.aligned")
                     self._multiply(self.sums, 0, j, f, first, j > steps[0])
                 ptx("wgmma.commit_group.sync.aligned")
-                if self.turns:  # while the last instruction runs, the other's come
-                    ptx("wgmma.wait_group.sync.aligned", 1)
-                    ptx("bar.arrive", (turn ^ T.uint32(1)) + T.uint32(TURN), T.uint32(256))
+                factors = self._factors(steps[0] // 4, f, first)
                 ptx("wgmma.wait_group.sync.aligned", 0)
                 settled(self.sums, self.tokens // 2)
-                self._promote(steps[0] // 4, f, first)
+                self._promote(f, first, factors)
 
     def issue(self, j: int, f: int, add) -> None:
         for first in range(0, self.tile.tokens, self.tokens):
@@ -232,44 +231,46 @@ class Consumer(Warpgroup):
         step = 64 * i // self.stage.step
         for f in range(self.tile.blocks):
             if self.weight.uniform:
+                kind, word = self.weight.scale, T.alloc_local([1], "uint32")
                 at = self.ring.views["scale"].ptr(self.cursor.slot, self.k.block(f), step, 0)
-                ptx("ld.shared.f32", self.scale[2 * f], at)
+                ptx(f"ld.shared.{ {1: 'u8', 2: 'u16', 4: 'b32'}[BYTES[kind]] }", word[0], at)
+                assign(self.scale, 2 * f, floats(self.k, kind, [word[0]])[0])
                 continue
             words = load_groups(self.k, self.ring.views, self.cursor.slot, f, step)
             for r, value in enumerate(floats(self.k, self.weight.scale, words["scale"])):
                 assign(self.scale, 2 * f + r, value)
 
-    def _promote(self, i: int, f: int, first: int) -> None:
-        """acc of block f and tokens first .. += the products of k tile i, times the scales of its group."""
-        weight, step = self.weight, 64 * i // self.stage.step
-        of_tokens = T.alloc_local([2], "float32")
+    def _factors(self, i: int, f: int, first: int) -> list[list]:
+        """What the products of k tile i are multiplied by, for block f and tokens first ..: of features c and c + 8, by token
+        of the lane; None: by nothing. They are made while the products are."""
+        weight = self.weight
+        scales = [self.scale[2 * f + (0 if weight.uniform else r)] if weight.scale else None for r in range(2)]
+        count = 2 * (self.tokens // 8)
+        if not weight.token_scale:
+            return [[scale] * count for scale in scales]
+        tokens = T.alloc_local([count], "float32")
+        for j in range(count // 2):
+            place = 4 * (first + 8 * j + self.k.lane % 4 * 2)
+            at = self.ring.views["token_scale"].ptr(self.cursor.slot, 64 * i // self.stage.step, place)
+            ptx("ld.shared.v2.f32", tokens[2 * j], tokens[2 * j + 1], at)
+        if not weight.scale:
+            return [[tokens[t] for t in range(count)]] * 2
+        if not weight.uniform:
+            return [[tokens[t] * scale for t in range(count)] for scale in scales]
+        for t in range(count):
+            assign(tokens, t, tokens[t] * scales[0])
+        return [[tokens[t] for t in range(count)]] * 2
+
+    def _promote(self, f: int, first: int, factors: list[list]) -> None:
+        """acc of block f and tokens first .. += the products, times their factors."""
         for j in range(self.tokens // 8):
-            factors = [[], []]  # of features c and c + 8, by token
-            if weight.token_scale:
-                at = self.ring.views["token_scale"].ptr(
-                    self.cursor.slot, step, 4 * (first + 8 * j + self.k.lane % 4 * 2)
-                )
-                ptx("ld.shared.v2.f32", of_tokens[0], of_tokens[1], at)
-            for r in range(2):
-                for p in range(2):
-                    scale = self.scale[2 * f + (0 if weight.uniform else r)] if weight.scale else None
-                    token = of_tokens[p] if weight.token_scale else None
-                    factors[r].append(scale if token is None else token if scale is None else scale * token)
             for r in range(4):
                 at = f * self.width + first // 2 + 4 * j + r
-                value, factor = weight.number(self.sums[4 * j + r]), factors[r // 2][r % 2]
+                value, factor = self.weight.number(self.sums[4 * j + r]), factors[r // 2][2 * j + r % 2]
                 assign(self.acc, at, self.acc[at] + (value if factor is None else value * factor))
 
-    def _load_matrices(self, j: int, f: int) -> None:
-        """The A fragment for times j of block f: two matrices along features, and two along k."""
-        matrix, row = self.k.lane // 8, self.k.lane % 8
-        place = matrix % 2 * 64 + j % 4 * 16 + matrix // 2 * 8 + row
-        at = self.ring.views["q"].ptr(self.cursor.slot, j // 4, self.k.block(f), place, 0)
-        ptx("ldmatrix.sync.aligned.m8n8.x4.shared.b16", *self.fragment(j, f), at)
-
-    def _load_nibbles(self, j: int, f: int) -> None:
-        """The A fragments for times j and j + 1 of block f, if j is even: nibbles in the upper halves of bytes, of feature c
-        those in the lower of two nibbles, of c + 8 in the upper.
+    def _load(self, j: int, f: int) -> None:
+        """The A fragments for times j and j + 1 of block f, if j is even: a byte has a nibble of feature c and one of c + 8.
 
         Not before the instructions that read the registers last have ended, as whoever loads all of a k tile at once would
         find, for registers that only move are one.
@@ -282,6 +283,5 @@ class Consumer(Warpgroup):
         for step in range(2):
             a = self.fragment(j + step, f)
             for h in range(2):
-                word = words[2 * step + h]
-                for r, moved in enumerate((word << T.uint32(4), word)):
-                    ptx("and.b32", a[2 * h + r], moved, T.uint32(0xF0F0F0F0))
+                for r in range(2):
+                    ptx("mov.b32", a[2 * h + r], self.weight.unpacked(words[2 * step + h], bool(r)))

@@ -455,11 +455,6 @@ inline void wgmma_bytes(int tokens, double (*value)(uint8_t), void** d, const ui
 // ---- barriers -----------------------------------------------------------------------------------------------------
 inline void barrier(int name, int threads) { meet(now->cta->barriers[name], threads, [] {}); }
 
-inline void barrier_arrive(int name, int threads) {
-  Meeting& meeting = now->cta->barriers[name];
-  if (++meeting.come == threads) meeting.come = 0, ++meeting.times;
-}
-
 inline void cluster_arrive() {
   Cluster& cluster = *now->cta->cluster;
   now->cluster_times = cluster.times;
@@ -547,12 +542,6 @@ inline void load_box(uint32_t target, const void* tensor_map, std::vector<int> a
   MBarrier& waiting = mbarrier(barrier);
   waiting.bytes -= box[0] * box[1] * box[2] * box[3] * map.size;
   waiting.done();
-}
-
-// The same for every CTA of the cluster whose bit is set.
-inline void load_box(uint32_t target, const void* tensor_map, std::vector<int> at_number, uint32_t barrier, uint16_t ctas) {
-  for (uint32_t rank = 0; rank < 16; ++rank)
-    if (ctas >> rank & 1) load_box(target | (rank + 1) << 24, tensor_map, at_number, barrier | (rank + 1) << 24);
 }
 
 }  // namespace simt
