@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
@@ -17,25 +18,27 @@ from qdsl.diagnostic import Error
 from qdsl.results import Cell, Results
 from qdsl.runtime import QuantLinear
 from qdsl.runtime.bench import Ceilings, copies_of, declared_bytes
-from qdsl.runtime.timing import device_name, how, median_us, versions
+from qdsl.runtime.timing import SAMPLES, device_name, how, median_us, versions
 from qdsl.scheme import Scheme
 
 H200 = Ceilings(4.3e12, 890e12, "an H200, measured: bytes read, dense 16-bit operations")
+SLOW_S = 0.02  # what takes longer is timed once, with one copy of the weights: no cache makes a difference to it
 NAMES = {F16: "f16", BF16: "bf16"}
 SPELLED = {F16: "fp16", BF16: "bf16"}  # in the names of peers
 # Relative errors beyond which an output is wrong: of ours, two roundings to its type; peers round as they like.
 ALLOWED, ALLOWED_PEER = {F16: 2 * 2.0**-11, BF16: 2 * 2.0**-8}, 2e-2
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Problem:
-    """A weight and an input.
+    """A weight and an input; compared by identity.
 
     patterns   a scheme's bit patterns of it, by name
     stored     the same for peers; None where it has a form that none of them knows
     weight     [N, K], float64
     x          [most tokens, K], f16 or bf16
     y          x times the exact weight, float64
+    answers    other right outputs, by name, for contenders that take another x or give another y
     """
 
     patterns: Callable[[Scheme], Mapping[str, np.ndarray]]
@@ -43,6 +46,7 @@ class Problem:
     weight: torch.Tensor
     x: torch.Tensor
     y: torch.Tensor
+    answers: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -50,25 +54,36 @@ class Problem:
         n, k = self.weight.shape
         return k, n
 
+    def answer(self, name: str) -> torch.Tensor:
+        return self.answers[name] if name else self.y
+
 
 @dataclass(frozen=True)
 class Contender:
-    """A way to multiply by a problem's weight; `most` tokens at a time, `ours` if it has to be right."""
+    """A way to multiply by a problem's weight, `least` to `most` tokens at a time; `ours` if it has to be right.
+
+    answer   which of the problem's outputs is the right one; "" is y
+    """
 
     name: str
     dtype: torch.dtype
     prepare: Callable[[Problem, torch.dtype], Call]
     scheme: Scheme
     most: int | None = None
+    least: int = 1
+    answer: str = ""
 
     @property
     def ours(self) -> bool:
-        return self.name == "qdsl"
+        return self.name.partition("_")[0] == "qdsl"
 
     @property
     def label(self) -> str:
         """Of its column, and for --only."""
-        return f"qdsl_{SPELLED[self.dtype]}" if self.ours else self.name
+        return f"{self.name}_{SPELLED[self.dtype]}" if self.ours else self.name
+
+    def takes(self, m: int) -> bool:
+        return self.least <= m <= (self.most or m)
 
     def __str__(self) -> str:
         return self.label
@@ -78,16 +93,22 @@ def qdsl_with(scheme: Scheme) -> Contender:
     """Ours, from prebuilt artifacts on a GPU."""
 
     def prepare(given: Problem, dtype: torch.dtype) -> Call:
-        k, n = given.shape
-        device = given.weight.device
-        layer = QuantLinear(
-            scheme, k, n, device=device, dtype=dtype, compile="never" if device.type == "cuda" else "auto"
-        )
-        layers = copies_of(layer.set_patterns(given.patterns(layer.scheme)))
+        layers = layers_of(scheme, given, dtype)
         return lambda x, i: layers[i % len(layers)](x)
 
-    dtype = next(kind for kind, name in NAMES.items() if name == str(scheme.output.dtype))
-    return Contender("qdsl", dtype, prepare, scheme)
+    return Contender("qdsl", dtype_of(scheme), prepare, scheme)
+
+
+def dtype_of(scheme: Scheme) -> torch.dtype:
+    """The type of its activations."""
+    return next(kind for kind, name in NAMES.items() if name == str(scheme.output.dtype))
+
+
+def layers_of(scheme: Scheme, given: Problem, dtype: torch.dtype) -> list[QuantLinear]:
+    """Layers with a problem's weight, as many as no cache holds."""
+    (k, n), device = given.shape, given.weight.device
+    layer = QuantLinear(scheme, k, n, device=device, dtype=dtype, compile="never" if device.type == "cuda" else "auto")
+    return copies_of(layer.set_patterns(given.patterns(layer.scheme)))
 
 
 def peers_of(scheme: Scheme, dtypes: Sequence[torch.dtype]) -> list[Contender]:
@@ -164,12 +185,23 @@ def _reason(problem: BaseException) -> str:
 def measured(contender: Contender, call: Call, given: Problem, m: int) -> tuple[float, float]:
     """(µs, relative error); raises Error for a wrong output, and whatever the call raises."""
     k, n = given.shape
-    x, exact = given.x[:m].to(contender.dtype), given.y[:m]
+    x, exact = given.x[:m].to(contender.dtype), given.answer(contender.answer)[:m]
     error = ((call(x, 0).double() - exact).norm() / exact.norm()).item()
     allowed = ALLOWED[contender.dtype] if contender.ours else ALLOWED_PEER
     if not error <= allowed:
         raise Error(f"wrong output: relative error {error:.1e}, allowed is {allowed:.1e}")
-    return median_us(lambda i: call(x, i), copies(k, n, contender.scheme.code.dtype.bits), x.device), error
+    slow = _seconds(lambda: call(x, 0), x.device) > SLOW_S
+    count, samples = (1, 3) if slow else (copies(k, n, contender.scheme.code.dtype.bits), SAMPLES)
+    return median_us(lambda i: call(x, i), count, x.device, samples), error
+
+
+def _seconds(work: Callable[[], object], device: torch.device) -> float:
+    """Of wall clock, once."""
+    start = time.perf_counter()
+    work()
+    if device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
 
 
 def measure(
@@ -178,21 +210,22 @@ def measure(
     """The cells of one shape, printed line by line, and who could not run, why."""
     k, n = given.shape
     calls, absent = prepared(found, given, missing)
-    cells = []
-    print(f"\nK {k}, N {n}, us\n{'M':>5} {'floor':>9}" + "".join(f"{c.label:>14}" for c in found), flush=True)
+    cells, width = [], {c.label: max(14, len(c.label) + 2) for c in found}
+    head = "".join(f"{c.label:>{width[c.label]}}" for c in found)
+    print(f"\nK {k}, N {n}, us\n{'M':>5} {'floor':>9}{head}", flush=True)
     for m in tokens:
         line = []
         for contender in found:
             floor = ceilings.floor_us(declared_bytes(contender.scheme, m, n, k), 2 * m * n * k)
             us = error = None
-            if contender.label in calls and m <= (contender.most or m):
+            if contender.label in calls and contender.takes(m):
                 try:
                     us, error = measured(contender, calls[contender.label], given, m)
                 except Exception as problem:  # whatever a foreign library raises
                     absent.setdefault(contender.label, f"from M = {m} on: {_reason(problem)}")
                     del calls[contender.label]
                     _context_is_alive(contender, given.x.device)
-            line.append(f"{us:14.2f}" if us else f"{'–':>14}")
+            line.append(f"{f'{us:.2f}' if us else '–':>{width[contender.label]}}")
             label, group = results.scheme_label(contender.scheme), contender.scheme.params.get("group")
             dtype = NAMES[contender.dtype]
             cells.append(Cell(label, dtype, group, k, n, m, None, contender.name, us, error, floor))
@@ -202,6 +235,8 @@ def measure(
     for contender in found:
         if contender.most and max(tokens) > contender.most:
             print(f"  {contender.label} is not run beyond M = {contender.most}")
+        if contender.least > min(tokens):
+            print(f"  {contender.label} is not run below M = {contender.least}")
     return cells, absent
 
 
@@ -219,9 +254,9 @@ def _context_is_alive(contender: Contender, device: torch.device) -> None:
 class Run:
     """One run: its cells, in the file as soon as a shape is done."""
 
-    def __init__(self, args: argparse.Namespace, device: torch.device):
-        self.args, self.device = args, device
-        method = f"{how(device)}; floor at {H200}"
+    def __init__(self, args: argparse.Namespace, device: torch.device, ceilings: Ceilings = H200):
+        self.args, self.device, self.ceilings = args, device, ceilings
+        method = f"{how(device)}; floor at {ceilings}"
         self.meta = results.meta(device_name(device), method, versions(device), args.commit)
         self.known = Results(self.meta, ())
         if args.out and args.append and args.out.exists():  # runs that disagree are refused before any time is spent
@@ -231,7 +266,7 @@ class Run:
         print(f"{self.meta.device}, {self.meta.commit}, {', '.join(f'{k} {v}' for k, v in self.meta.versions.items())}")
 
     def shape(self, found: Sequence[Contender], given: Problem, missing: str) -> None:
-        cells, absent = measure(found, given, self.args.tokens, missing, H200)
+        cells, absent = measure(found, given, self.args.tokens, missing, self.ceilings)
         self.cells += cells
         self.failed |= any(c.label in absent for c in found if c.ours)
         if self.args.out:
@@ -244,7 +279,9 @@ class Run:
 
 def add_arguments(parser: argparse.ArgumentParser, shapes: Sequence[tuple[int, int]]) -> None:
     """What every run takes."""
-    parser.add_argument("--peers", type=Path, metavar="DIR", help="holds vllm_C.so; humming comes from PYTHONPATH")
+    parser.add_argument(
+        "--peers", type=Path, metavar="DIR", help="holds vllm_C.so and the like; humming comes from PYTHONPATH"
+    )
     parser.add_argument("--shapes", type=cli.shapes, default=shapes, metavar="KxN,…")
     parser.add_argument("--tokens", type=cli.tokens, metavar="M,…")
     parser.add_argument("--only", metavar="NAME,…", help="contenders: qdsl, qdsl_bf16, cublas, marlin_fp16, …")
@@ -260,14 +297,14 @@ def check_arguments(parser: argparse.ArgumentParser, args: argparse.Namespace) -
         parser.error("these sources are no git checkout; say with --commit what they are")
 
 
-def main(args: argparse.Namespace, work: Callable[[Run], None]) -> int:
+def main(args: argparse.Namespace, work: Callable[[Run], None], ceilings: Ceilings = H200) -> int:
     """The exit status of a run of some work, with what went wrong on stderr."""
     try:
         if args.out:
             results.writable(args.out)
         if not torch.cuda.is_available():
             raise Error("this needs a CUDA GPU, and torch sees none; `qdsl bench` measures on a CPU")
-        run = Run(args, torch.device("cuda"))
+        run = Run(args, torch.device("cuda"), ceilings)
         work(run)
     except Error as problem:
         print(f"error: {problem}", file=sys.stderr)

@@ -1,8 +1,8 @@
-"""Results against the goals: `python benchmarks/goals.py [FILE.json] [--weight-only] [--readme] [--plot FILE.png]`.
+"""Results against the goals: `python benchmarks/goals.py [FILE.json] [--weight-only | --a8] [--readme] [--plot FILE.png]`.
 
 Of `w4a16.py`, a row for every (type, K, N, M): ours, the best peer, the goal, and whether it is met.  A cell in f16 is compared
-with the better of a peer's two types, one in bf16 with the peer's own bf16.  Of `weight_only.py`, a row for every scheme and
-shape.  `--readme` puts the table into benchmarks/README.md.
+with the better of a peer's two types, one in bf16 with the peer's own bf16.  Of `weight_only.py` and `a8.py`, a row for every
+scheme and shape.  `--readme` puts the table into benchmarks/README.md.
 """
 
 from __future__ import annotations
@@ -23,6 +23,11 @@ RESULTS = HERE / "results" / "w4a16-h200.json"
 BEGIN, END = "<!-- goals: written by goals.py -->", "<!-- end of goals -->"
 WEIGHT_ONLY = HERE / "results" / "weight-only-h200.json"
 WEIGHT_ONLY_MARKS = "<!-- weight-only: written by goals.py -->", "<!-- end of weight-only -->"
+A8 = HERE / "results" / "a8-h200.json"
+A8_MARKS = "<!-- a8: written by goals.py -->", "<!-- end of a8 -->"
+WITH = "_with_quantization"  # in the names of contenders that take x in 16 bits
+NO_PRODUCT = ("torch_int_mm",)  # without scales: shown nowhere
+W4A8_US = {1: 12.0, 64: 15.0, 256: 34.0, 1024: 125.0}  # for 8192x8192, quantization included
 FOUR_BIT = ("marlin", "machete", "humming", "tinygemm")
 FAST = FOUR_BIT[:3]  # without one of these no goal says much
 
@@ -190,6 +195,87 @@ def weight_only_table(found: Results) -> str:
     )
 
 
+# ---- 8-bit activations -------------------------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Activated:
+    """Ours with 8-bit activations: the product alone, all from 16 bits on, and the peers of the same product."""
+
+    cell: Cell
+    whole: Cell | None
+    peers: tuple[Cell, ...]
+
+    @property
+    def best(self) -> Cell | None:
+        return min(self.peers, key=lambda p: p.us, default=None)
+
+    @property
+    def words(self) -> tuple[str, str]:
+        """Of the product, which takes no longer than the best peer, 0.90 of it up to 32 tokens; and of all."""
+        goal = None if self.best is None else (0.90 if self.cell.M <= 32 else 1.0) * self.best.us
+        return self._word(self.cell, goal), self._word(self.whole, self._whole_goal)
+
+    @property
+    def _whole_goal(self) -> float | None:
+        c = self.cell
+        return W4A8_US.get(c.M) if c.scheme.startswith("w4a8") and (c.K, c.N) == (8192, 8192) else None
+
+    @staticmethod
+    def _word(cell: Cell | None, goal: float | None) -> str:
+        return "–" if cell is None or goal is None else "met" if cell.us <= goal else "missed"
+
+    def __str__(self) -> str:
+        ours = ["–" if c is None else f"{c.us:.1f}" for c in (self.cell, self.whole)]
+        alone, whole = (f"**{us}**" if word == "missed" else us for us, word in zip(ours, self.words))
+        name = self.best and self.best.contender.replace(WITH, "\\*")
+        return f"{alone}{f' ({self.best.us:.1f} {name})' if name else ''}, {whole}"
+
+
+def activated(found: Results) -> list[Activated]:
+    """Every timed product of ours, by scheme and shape as in the file."""
+    same: dict[tuple, dict[str, Cell]] = {}
+    for c in found.cells:
+        if c.us is not None and c.contender not in NO_PRODUCT:
+            same.setdefault((c.scheme, c.group, c.dtype, c.K, c.N, c.M), {})[c.contender] = c
+    ours = ("qdsl", f"qdsl{WITH}")
+    return [
+        Activated(cells[ours[0]], cells.get(ours[1]), tuple(c for name, c in cells.items() if name not in ours))
+        for cells in same.values()
+        if ours[0] in cells
+    ]
+
+
+def a8_table(found: Results) -> str:
+    """Markdown: a row for every scheme and shape, µs of our product, of the best peer, and of ours with quantization."""
+    rows, meta = activated(found), found.meta
+    products, wholes = ([row.words[at] for row in rows if row.words[at] != "–"] for at in (0, 1))
+    tokens = sorted({row.cell.M for row in rows})
+    by_line: dict[tuple, dict[int, Activated]] = {}
+    for row in rows:
+        c = row.cell
+        by_line.setdefault((c.scheme, c.group, c.K, c.N), {})[c.M] = row
+    lines = []
+    for (scheme, group, k, n), cells in by_line.items():
+        own = ", ".join([scheme, *([f"group {group}"] if group else [])])
+        lines.append(f"| {own} | {k}×{n} | " + " | ".join(str(cells.get(m, "–")) for m in tokens) + " |")
+    versions = ", ".join(f"{name} {version}" for name, version in meta.versions.items())
+    timed = {c.contender for c in found.cells if c.us is not None}
+    absent = ", ".join(sorted({c.contender for c in found.cells} - timed))
+    missing = f" Absent: {absent}." if absent else ""
+    return "\n".join(
+        [
+            f"{meta.device}, {meta.date[:10]}, commit {meta.commit}, {versions}. {meta.method[0].upper()}{meta.method[1:]}.",
+            "",
+            f"**{products.count('met')} of {len(products)} products meet their goal, {wholes.count('met')} of {len(wholes)} with "
+            f"quantization.**{missing} Times in µs, a missed goal bold: our product alone "
+            "(the best peer; \\*: with quantization), then ours with quantization.",
+            "",
+            f"| scheme | K×N | {' | '.join(f'M = {m}' for m in tokens)} |",
+            f"|---|---|{'---|' * len(tokens)}",
+            *lines,
+        ]
+    )
+
+
 # ---- the page ----------------------------------------------------------------------------------------------------
 def into_readme(text: str, block: str, marks: tuple[str, str] = (BEGIN, END)) -> str:
     """The page with the block between its two marks; raises Error where they are not."""
@@ -205,23 +291,29 @@ def into_readme(text: str, block: str, marks: tuple[str, str] = (BEGIN, END)) ->
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("file", type=Path, nargs="?")
-    parser.add_argument("--weight-only", action="store_true", help="the file is one of weight_only.py")
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument("--weight-only", action="store_true", help="the file is one of weight_only.py")
+    kind.add_argument("--a8", action="store_true", help="the file is one of a8.py")
     parser.add_argument("--readme", action="store_true", help="write the table into benchmarks/README.md")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw all shapes")
     args = parser.parse_args(argv)
-    args.file = args.file or (WEIGHT_ONLY if args.weight_only else RESULTS)
+    file, marks, shown = RESULTS, (BEGIN, END), table
+    if args.weight_only:
+        file, marks, shown = WEIGHT_ONLY, WEIGHT_ONLY_MARKS, weight_only_table
+    elif args.a8:
+        file, marks, shown = A8, A8_MARKS, a8_table
+    args.file = args.file or file
     try:
         if args.plot:
             plot.require(args.plot)
         found = results.read(args.file)
-        block = weight_only_table(found) if args.weight_only else table(found)
+        block = shown(found)
         if args.plot:
             plot.draw(found, args.plot)
         if args.readme:
             picture = args.file.with_suffix(".png")
             if picture.is_file() and picture.is_relative_to(HERE):
                 block += f"\n\n![time over M]({picture.relative_to(HERE)})"
-            marks = WEIGHT_ONLY_MARKS if args.weight_only else (BEGIN, END)
             README.write_text(into_readme(README.read_text(), block, marks))
         else:
             print(block)

@@ -33,6 +33,7 @@ MORE: dict[str, tuple[dict[str, object], ...]] = {
     "mxfp8": ({"fmt": "e5m2", "act": "f16"},),
     "nf4": ({"act": "bf16"}, {"group": 128}),
     "nvfp4a16": ({"act": "f16"},),
+    "w4a8": ({"act": "bf16"},),
     "w8a16": ({"act": "f16"},),
     "w8a16_asym": ({"group": 128, "act": "f16", "zero_type": "f32"},),
     "w8a16_group": ({"act": "f16", "group": 32},),

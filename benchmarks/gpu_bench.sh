@@ -23,6 +23,8 @@ python3 benchmarks/w4a16.py $commit --sweep --out "$out/w4a16-sweep-h200.json" >
 python3 benchmarks/w4a16.py $commit --granularity --out "$out/w4a16-granularity-h200.json" >"$out/granularity.txt" 2>&1
 # shellcheck disable=SC2086
 python3 benchmarks/weight_only.py $peers $commit --out "$out/weight-only-h200.json" >"$out/weight_only.txt" 2>&1
+# shellcheck disable=SC2086
+python3 benchmarks/a8.py $peers $commit --out "$out/a8-h200.json" >"$out/a8.txt" 2>&1
 python3 benchmarks/host_cost.py >"$out/host_cost.txt" 2>&1
 
 sed -n '/cliffs/,$p' "$out/sweep.txt" | head -20
@@ -30,3 +32,4 @@ grep missed "$out/granularity.txt" | head -20
 tail -4 "$out/host_cost.txt"
 python3 benchmarks/goals.py "$out/w4a16-h200.json" | grep -E "goals met|missed" | head -60
 python3 benchmarks/goals.py --weight-only "$out/weight-only-h200.json" | grep -E "goals met|\*\*" | head -60
+python3 benchmarks/goals.py --a8 "$out/a8-h200.json" | grep -F "**" | head -20

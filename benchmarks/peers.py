@@ -8,7 +8,7 @@ before it is asked for; what is missing or not supported raises, and the table s
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -111,11 +111,11 @@ class Peer:
     most: int | None = None
 
 
-def load(pack: Path | None) -> None:
-    """Load vLLM's operators; raises Error where they are not."""
+def load(pack: Path | None, name: str = "vllm_C.so") -> None:
+    """Load the operators of a library, vLLM's by default; raises Error where they are not."""
     if pack is None:
         raise Error("no --peers DIR")
-    library = pack / "vllm_C.so"
+    library = pack / name
     if not library.is_file():
         raise Error(f"no {library.name} in {pack.name}")
     torch.ops.load_library(str(library))
@@ -263,8 +263,11 @@ def machete(given: Stored, dtype: torch.dtype) -> Call:
     return call
 
 
-def humming(given: Stored, dtype: torch.dtype) -> Call:
-    """Humming, from PYTHONPATH: it compiles a kernel for every shape and range of M at the first call."""
+def humming(given: Stored, dtype: torch.dtype, inputs: Mapping[str, object] | None = None) -> Call:
+    """Humming, from PYTHONPATH: it compiles a kernel for every shape and range of M at the first call.
+
+    `inputs` is its configuration of activations, where it is to quantize them.
+    """
     from humming.layer import HummingLayer
 
     (k, n), code = given.shape, given.code
@@ -295,7 +298,8 @@ def humming(given: Stored, dtype: torch.dtype) -> Call:
         _refuse("constant zero points off the middle")
     layers = []
     for _ in range(given.copies):
-        layer = HummingLayer(shape_n=n, shape_k=k, weight_config=dict(config), torch_dtype=dtype).cuda()
+        more = {"input_config": dict(inputs)} if inputs else {}
+        layer = HummingLayer(shape_n=n, shape_k=k, weight_config=dict(config), torch_dtype=dtype, **more).cuda()
         wrong = [name for name in stored if getattr(layer, name).shape != stored[name].shape]
         if wrong:
             raise Error(f"this version of humming stores {', '.join(wrong)} otherwise")

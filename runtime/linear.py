@@ -7,7 +7,7 @@ them, and a move to a device whose kernels want another layout unpacks and packs
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -333,6 +333,16 @@ class QuantLinear(nn.Module):
             kernel.run_into(rows(x), operands, y)
         else:
             kernel.run_variant(variant, rows(x), operands, y)
+
+    def last_step(self, x: torch.Tensor, y: torch.Tensor) -> Callable[[QuantLinear], None]:
+        """For benchmarks: `run_into` after x has been quantized, as a call that takes this layer or a copy of it.
+
+        Everything runs once here; the call multiplies what that has left of x, into the same y.
+        """
+        self.run_into(x, y)  # says what is wrong with x or y
+        names = self._operands[x.dtype]
+        call = kernel_of(self._keys[x.dtype]).last_step(rows(x), [self._buffers[name] for name in names], y)
+        return lambda layer: call([layer._buffers[name] for name in names])
 
     @property
     def _needs_residual(self) -> bool:

@@ -200,6 +200,18 @@ def test_every_variant_gives_the_same_bits_again_and_again(m, k):
             assert torch.equal(first, y), name
 
 
+@pytest.mark.parametrize("m", [1, 40, 257])
+def test_the_last_step_multiplies_what_the_first_has_left(m):
+    layers = [filled("w8a8_dynamic", seed=seed, act="bf16")[0] for seed in (0, 1)]
+    x = inputs(layers[0], m)
+    right, y = [layer(x) for layer in layers], torch.empty(m, N, dtype=BF16, device="cuda")
+    last = layers[0].last_step(x, y)
+    x.zero_()  # nothing is quantized any more
+    for layer, expected in reversed([*zip(layers, right)]):
+        last(layer)
+        assert torch.equal(y, expected)
+
+
 def test_by_default_equal_calls_give_equal_bits():
     layer, _ = filled(n=4096, k=4096)
     for m in (1, 4, 16, 64, 257):
