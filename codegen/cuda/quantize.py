@@ -1,16 +1,17 @@
 """Run-time quantization on a GPU: all that an activation block computes, in one kernel.
 
-    x[m, :] --a piece of 8 for each thread--> amax of the row --> scales of the row
-            --again, out of the cache-------> amax of groups --> scales of groups --> codes, 8 side by side
+    x[m, :] --pieces of 8, HELD for each thread--> amax of the row --> scales of the row
+                                               --> amax of groups --> scales of groups --> codes, 8 side by side
 
-A CTA takes one token, or where nothing is computed of whole rows, a stretch of one. A group lies within the pieces of a
-warp, whose lanes tell each other what they have found. Equations are those of the portable kernels (`qdsl.codegen.quantize`),
-and so are the bits that come out.
+A CTA takes one token, or where nothing is computed of whole rows, a stretch of one. All pieces of a stretch are asked for
+before the first has come; a token of one stretch is read once. A group lies within the pieces of a warp, whose lanes tell
+each other what they have found. Equations are those of the portable kernels (`qdsl.codegen.quantize`), but for codes, which
+are multiplied by the reciprocal of their scale: off by no more than two roundings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 from tvm import tirx
@@ -21,13 +22,16 @@ from qdsl.codegen.cuda.builder import assign, ceildiv, ptx, register, when, wide
 from qdsl.codegen.function import Parameters, open_function
 from qdsl.codegen.plan import Plan
 from qdsl.codegen.target import Target
-from qdsl.codegen.tir import as_float, encode, round_to, storage, translate
+from qdsl.codegen.tir import as_float, divide, encode, round_to, storage, translate
 from qdsl.dtype import DType
-from qdsl.expr import REDUCTIONS, Call, Expr, Ref, names, walk
+from qdsl.expr import REDUCTIONS, Binary, Call, Expr, Ref, names, walk
 from qdsl.scheme import Group, Scheme, Tensor, Var
 
-THREADS = 256
+THREADS = 512
 PIECE = 8  # numbers of a thread, side by side: 16 bytes of x, and 8 of codes
+HELD = 4  # pieces of a thread, THREADS pieces apart
+TINY = 2.0**-100  # below it a scale may have no reciprocal
+DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4}  # bytes of a number of x
 START = {"amax": -np.inf, "amin": np.inf}
 COMBINE = {"amax": "max.NaN.f32", "amin": "min.NaN.f32"}  # a NaN among the numbers is what comes out
 ROW, GROUP, CODE = "row", "group", "code"
@@ -71,13 +75,14 @@ def lower(plan: Plan, args: tuple[str, ...]) -> tirx.PrimFunc:
         T.device_entry()
         rows = [t for t in computed if _level(t, scheme) == ROW]
         whole = any(_reductions(t) for t in rows)
-        stretches = T.cast(ceildiv(own.sizes["k"], THREADS * PIECE), "int32")
+        held = HELD if whole else 1
+        stretches = T.cast(ceildiv(own.sizes["k"], THREADS * PIECE * held), "int32")
         cta = T.cta_id([T.cast(own.sizes["m"], "int32") * (1 if whole else stretches)])
         thread = T.thread_id([THREADS])
         if plan.overlapped:
             overlap.wait()
             overlap.let_in()
-        token = _Token(plan, own, thread, cta if whole else tirx.truncdiv(cta, stretches))
+        token = _Token(plan, own, thread, cta if whole else tirx.truncdiv(cta, stretches), held)
         if whole:
             token.reduce_row([call for t in rows for call in _reductions(t)], stretches)
         for t in rows:
@@ -87,46 +92,66 @@ def lower(plan: Plan, args: tuple[str, ...]) -> tirx.PrimFunc:
         rest = [t for t in computed if t not in rows]
         if whole:
             with T.serial(0, stretches, unroll=False) as i:
+                with when(stretches > 1):
+                    token.ask(i)
                 token.finish(rest, i)
         else:
-            token.finish(rest, tirx.truncmod(cta, stretches))
+            stretch = tirx.truncmod(cta, stretches)
+            token.ask(stretch)
+            token.finish(rest, stretch)
     return builder.get()
 
 
 class _Token:
     """What a thread knows of its token: x, the results of reductions, and the scales that are made of them."""
 
-    def __init__(self, plan: Plan, own: Parameters, thread, m):
-        self.plan, self.own, self.thread, self.m = plan, own, thread, wide(m)
+    def __init__(self, plan: Plan, own: Parameters, thread, m, held: int):
+        self.plan, self.own, self.thread, self.m, self.held = plan, own, thread, wide(m), held
         self.K = T.cast(own.sizes["k"], "int32")
         self.found: dict[Call, tirx.Buffer] = {}
         self.kept: dict[str, tirx.Buffer] = {}
+        self.reciprocals: dict[str, tirx.Buffer] = {}
+        self.kind = storage(plan.scheme.output.dtype)
+        self.words = T.alloc_local([held * PIECE * DTYPES[self.kind] // 4], "uint32")
         self.x = T.alloc_local([PIECE], "float32")
         self.k = T.int32(0)  # of the piece's first number
 
     # ---- x ------------------------------------------------------------------------------------------------------
-    def read(self, stretch) -> None:
-        """The thread's piece of a stretch; what lies beyond K is 0."""
-        self.k = (stretch * THREADS + self.thread) * PIECE
-        x, kind = self.own.buffers["x"], storage(self.plan.scheme.output.dtype)
-        for j in range(PIECE):
-            assign(self.x, j, T.float32(0))
-        if kind == "float32":
-            return self._numbers(x)
-        words = T.alloc_local([PIECE // 2], "uint32")
-        with T.If(self.K % PIECE == 0):
-            with T.Then(), when(self.k < self.K):
-                ptx("ld.global.v4.b32", *(words[j] for j in range(PIECE // 2)), x.ptr_to([self.m, wide(self.k)]))
-                for j in range(PIECE):
-                    half = words[j // 2] >> T.uint32(16) if j % 2 else words[j // 2] & T.uint32(0xFFFF)
-                    assign(self.x, j, _float(kind, half))
-            with T.Else():
-                self._numbers(x)
+    def first(self, stretch, piece: int):
+        """The piece's first number."""
+        return ((stretch * self.held + piece) * THREADS + self.thread) * PIECE
 
-    def _numbers(self, x) -> None:
+    def ask(self, stretch) -> None:
+        """The thread's pieces of a stretch, into registers; what lies beyond K is 0."""
+        each, size = len_of(self.words) // self.held, DTYPES[self.kind]
+        x = self.own.buffers["x"]
+        for at in range(len_of(self.words)):
+            assign(self.words, at, T.uint32(0))
+        with T.If(self.K % PIECE == 0):
+            with T.Then():
+                for piece in range(self.held):
+                    k = self.first(stretch, piece)
+                    with when(k < self.K):
+                        for half in range(0, each, 4):
+                            words = (self.words[piece * each + half + j] for j in range(4))
+                            ptx("ld.global.v4.b32", *words, x.ptr_to([self.m, wide(k + half * 4 // size)]))
+            with T.Else():
+                for piece in range(self.held):
+                    for j in range(PIECE):
+                        k = self.first(stretch, piece) + j
+                        at, shift = piece * each + j * size // 4, j * size % 4 * 8
+                        with when(k < self.K):
+                            bits = T.reinterpret(f"uint{8 * size}", x[self.m, wide(k)])
+                            assign(self.words, at, self.words[at] | T.cast(bits, "uint32") << T.uint32(shift))
+
+    def take(self, stretch, piece: int) -> None:
+        """One of the pieces as numbers."""
+        each, size = len_of(self.words) // self.held, DTYPES[self.kind]
+        self.k = self.first(stretch, piece)
         for j in range(PIECE):
-            with when(self.k + j < self.K):
-                assign(self.x, j, T.cast(x[self.m, wide(self.k + j)], "float32"))
+            word = self.words[piece * each + j * size // 4]
+            half = word >> T.uint32(16) if j % 2 else word & T.uint32(0xFFFF)
+            assign(self.x, j, T.reinterpret("float32", word) if size == 4 else _float(self.kind, half))
 
     # ---- reductions ---------------------------------------------------------------------------------------------
     def reduce_row(self, calls: Sequence[Call], stretches) -> None:
@@ -134,9 +159,11 @@ class _Token:
         for call in calls:
             self.found[call] = register("float32", T.float32(START[call.name]))
         with T.serial(0, stretches, unroll=False) as i:
-            self.read(i)
-            for call in calls:
-                self._combine_piece(call)
+            self.ask(i)
+            for piece in range(self.held):
+                self.take(i, piece)
+                for call in calls:
+                    self._combine_piece(call)
         warps = THREADS // 32
         pool = T.alloc_buffer((4 * len(calls) * warps,), "uint8", scope="shared.dyn")
         pool = T.decl_buffer((len(calls), warps), "float32", data=pool.data, scope="shared.dyn", elem_offset=0)
@@ -179,10 +206,17 @@ class _Token:
         """A tensor's number for number j of the piece, before it is rounded."""
         return as_float(translate(t.value, lambda e: self._look(e, j)))
 
+    def multiplied(self, t: Tensor, j: int):
+        """The same with reciprocals of scales."""
+        return as_float(translate(_multiplied(t.value, set(self.reciprocals)), lambda e: self._look(e, j)))
+
     def keep(self, t: Tensor) -> None:
-        """Its rounded number, for the equations after it."""
+        """Its rounded number, for the equations after it, and the reciprocal, 0 for 0: 0 / 0 is 0."""
         rounded = round_to(t.dtype, self.value(t))
-        self.kept[t.name] = register(str(rounded.ty.dtype), rounded)
+        self.kept[t.name] = scale = register(str(rounded.ty.dtype), rounded)
+        if t.role == "scale":
+            one = divide(T.float32(1), as_float(scale[0]))
+            self.reciprocals[t.name] = register("float32", T.if_then_else(as_float(scale[0]) == T.float32(0), T.float32(0), one))
 
     def _look(self, e: Expr, j: int):
         if isinstance(e, Call):
@@ -190,28 +224,47 @@ class _Token:
         assert isinstance(e, Ref), f"{e} in an activation equation"
         if e.name == "x":
             return self.x[j]
+        if e.name.startswith(RECIPROCAL):
+            return self.reciprocals[e.name.removeprefix(RECIPROCAL)][0]
         if e.name in self.kept:
             return self.kept[e.name][0]
         return self.own.element(e.name, {"m": self.m, "k": wide(self.k + j)})
 
     def finish(self, rest: Sequence[Tensor], stretch) -> None:
         """Groups and codes of a stretch."""
-        self.read(stretch)
-        for t in rest:
-            if t.index[1] == Var("k"):
-                self._store_codes(t)
-                continue
-            size = t.index[1].size
-            for call in _reductions(t):
-                self.reduce_group(call, size)
-            with when(tirx.all(self.k < self.K, self.k % size == 0)):
-                T.buffer_store(self.own.buffers[t.name], encode(t.dtype, self.value(t)), [wide(self.k // size), self.m])
-            self.keep(t)
+        for piece in range(self.held):
+            self.take(stretch, piece)
+            for t in rest:
+                if t.index[1] == Var("k"):
+                    self._store_codes(t)
+                    continue
+                size = t.index[1].size
+                for call in _reductions(t):
+                    self.reduce_group(call, size)
+                with when(tirx.all(self.k < self.K, self.k % size == 0)):
+                    T.buffer_store(
+                        self.own.buffers[t.name], encode(t.dtype, self.value(t)), [wide(self.k // size), self.m]
+                    )
+                self.keep(t)
 
     def _store_codes(self, t: Tensor) -> None:
         codes, words = self.own.buffers[t.name], T.alloc_local([PIECE // 4], "uint32")
-        for at in range(PIECE // 4):
-            assign(words, at, _packed(t.dtype, [self.value(t, 4 * at + j) for j in range(4)], self.plan.target))
+        divisors = {name for name in names(t.value) if name in self.reciprocals}
+
+        def pack(value: Callable) -> None:
+            for at in range(PIECE // 4):
+                assign(words, at, _packed(t.dtype, [value(t, 4 * at + j) for j in range(4)], self.plan.target))
+
+        # A scale of zero counts as large: its reciprocal is 0, and so is what is divided by it.
+        usual = [tirx.any(as_float(self.kept[d][0]) >= T.float32(TINY), as_float(self.kept[d][0]) == T.float32(0)) for d in divisors]
+        if usual:
+            with T.If(tirx.all(*usual) if len(usual) > 1 else usual[0]):
+                with T.Then():
+                    pack(self.multiplied)
+                with T.Else():
+                    pack(self.value)
+        else:
+            pack(self.value)
         with T.If(self.K % PIECE == 0):
             with T.Then(), when(self.k < self.K):
                 ptx("st.global.v2.b32", codes.ptr_to([self.m, wide(self.k)]), *(words[at] for at in range(PIECE // 4)))
@@ -220,6 +273,23 @@ class _Token:
                     with when(self.k + j < self.K):
                         byte = T.cast(words[j // 4] >> T.uint32(8 * (j % 4)) & T.uint32(255), "uint8")
                         T.buffer_store(codes, byte, [self.m, wide(self.k + j)])
+
+
+RECIPROCAL = "1 / "  # before the name of a scale
+
+
+def _multiplied(e: Expr, scales: set[str]) -> Expr:
+    """The equation with reciprocals of scales instead of quotients."""
+    match e:
+        case Binary("/", left, Ref(name)) if name in scales:
+            return Binary("*", _multiplied(left, scales), Ref(RECIPROCAL + name))
+        case Binary(op, left, right):
+            return Binary(op, _multiplied(left, scales), _multiplied(right, scales))
+    return e
+
+
+def len_of(buffer) -> int:
+    return int(buffer.shape[0])
 
 
 def _float(kind: str, half):
