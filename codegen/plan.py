@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from qdsl import transform
 from qdsl.choice import Key, Table, only
 from qdsl.codegen.target import Target
 from qdsl.diagnostic import Diagnostic, TargetError, error
@@ -20,8 +21,9 @@ from qdsl.expr import Binary, Expr, Item, Negate, Number, Ref, evaluate, names, 
 from qdsl.layout import Axis, Digit, Lane, Layout, Run, plain
 from qdsl.manifest import Buffer, Step, Variant
 from qdsl.order import ORDERED, SOURCE, Order
-from qdsl.scheme import Free, Gather, Group, Scheme, Tensor, Var
+from qdsl.scheme import Gather, Group, Scheme, Tensor, Var
 from qdsl.split import Split, split
+from qdsl.transform import passes, transformed
 
 if TYPE_CHECKING:
     from qdsl.codegen.cuda.weight import Weight
@@ -129,10 +131,10 @@ def plan(scheme: Scheme, target: Target) -> Plan:
     multiply, notes = _multiply(scheme, target) if loop is None else (compute.operand, ())
     step = _step(scheme, weight, x_split)
     buffers = tuple(_buffer(t, scheme, target, loop) for t in scheme.tensors if t.loaded)
-    loaded = [b.tensor for b in buffers]
+    loaded = [b.tensor for b in buffers if b.tensor not in transform_only(scheme)]
     computed = [t for t in activation.operand.tensors if not t.loaded] if activation else []
-    quantize = _quantize(scheme, target, computed)
-    given = (*(["x"] if "x" in names(x_split.core) else []), *(t.name for t in computed))
+    quantize = (*transform_steps(scheme), *_quantize(scheme, target, computed))
+    given = (*([transformed(activation)] if "x" in names(x_split.core) else []), *(t.name for t in computed))
     portable = Step("linear", (*given, *loaded, "y"))
     if loop is not None:
         variants, table = _main_loop_variants(scheme, target, loop, (*quantize, portable) if activation else ())
@@ -151,8 +153,9 @@ def _quantize(scheme: Scheme, target: Target, computed: Sequence[Tensor]) -> tup
         from qdsl.codegen.cuda import quantize
 
         if computed and quantize.supported(scheme):
-            loaded = [t.name for t in scheme.activation().operand.loaded]
-            return (Step("quantize", ("x", *loaded, *(t.name for t in computed))),)
+            activation, left_out = scheme.activation(), transform_only(scheme)
+            loaded = [t.name for t in activation.operand.loaded if t.name not in left_out]
+            return (Step("quantize", (transformed(activation), *loaded, *(t.name for t in computed))),)
     return tuple(Step(f"quantize_{t.name}", quantize_args(scheme, t)) for t in computed)
 
 
@@ -166,7 +169,30 @@ def quantize_args(scheme: Scheme, tensor: Tensor) -> tuple[str, ...]:
             break
         before.append(t.name)
     loaded_after = [t.name for t in activation.operand.loaded if t.name not in before]
-    return ("x", *before, *loaded_after, tensor.name)
+    left_out = transform_only(scheme)
+    given = (name for name in (*before, *loaded_after) if name not in left_out)
+    return (transformed(activation), *given, tensor.name)
+
+
+def transform_steps(scheme: Scheme) -> tuple[Step, ...]:
+    """What turns x into the x that is quantized: a step for each contraction.  All take the transform's own x and every
+    tensor of it, whose shapes give the extents of digits."""
+    activation = scheme.activation()
+    found = []
+    for at, p in enumerate(passes(activation.transforms) if activation else (), 1):
+        args = dict.fromkeys((p.x, p.source, *transform.loaded(p.transform), p.name))
+        found.append(Step(f"transform_{at}", tuple(args)))
+    return tuple(found)
+
+
+def transform_only(scheme: Scheme) -> set[str]:
+    """The tensors that nothing but transforms of x reads."""
+    activation = scheme.activation()
+    if activation is None:
+        return set()
+    equations = [activation.operand.decode, *(t.value for t in activation.operand.tensors if isinstance(t.value, Expr))]
+    used = {name for e in equations for name in names(e)}
+    return {name for t in activation.transforms for name in transform.loaded(t)} - used
 
 
 def _refuse_unsupported(scheme: Scheme, target: Target) -> None:
@@ -184,12 +210,6 @@ def _refuse_unsupported(scheme: Scheme, target: Target) -> None:
                 t.span,
                 "leave it out: nothing says which part it is for",
             )
-    for activation in scheme.activations:
-        if activation.transforms:
-            refuse("a transform of x", activation.transforms[0].value.span)
-    for t in scheme.tensors:
-        if any(isinstance(i, Free) for i in t.index):
-            refuse(f"`{t.name}`, whose extents come from the checkpoint,", t.span)
 
 
 def _identity(compute: DType) -> Split:

@@ -304,7 +304,10 @@ def _describe(scheme: qdsl.Scheme) -> str:
 
     lines = [f"{scheme.bound}: {scheme.doc}", f"  {scheme.bits_per_weight():.4g} bits per weight at 4096 x 4096"]
     lines += ["tensors", *(f"  {t}" for t in scheme.tensors), "equations", f"  w ~ {scheme.weight.decode}"]
-    lines += [f"  x ~ {a.operand.decode}{f'  ({a.name})' if a.name else ''}" for a in scheme.activations]
+    for a in scheme.activations:
+        phase = f"  ({a.name})" if a.name else ""
+        lines += [f"  {t}{phase}" for t in a.transforms]
+        lines.append(f"  x ~ {a.operand.decode}{phase}")
     lines += [f"  y = {scheme.output.value}", f"compute {scheme.compute.operand} -> {scheme.compute.accumulator}"]
     lines.append(f"  w: {split(scheme.weight, scheme.compute.operand, 'w')}")
     lines += [f"  x: {split(a.operand, scheme.compute.operand, 'x')}" for a in scheme.activations]

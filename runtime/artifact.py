@@ -31,6 +31,7 @@ from qdsl.manifest import Buffer, plain_params
 from qdsl.order import ORDERED, SOURCE
 from qdsl.runtime.repack import torch_dtype
 from qdsl.scheme import Scheme, Var
+from qdsl.transform import loaded, passes, widths
 
 ALIGNMENT = 64  # bytes; what the kernels' widest loads ask of a tensor's first element
 
@@ -230,9 +231,14 @@ class Kernel:
         steps = [step for variant in m.variants[arch] for step in variant.steps]
         used = {arg for step in steps for arg in step.args}
         self.computed = tuple(t for t in scheme.tensors if isinstance(t.value, Expr) and t.name in used)
+        block = scheme.activation()
+        self.transforms = block.transforms if block else ()
         self._variants: dict[str, tuple[_Call, ...]] | None = None
         self._by_shape: dict[tuple[int, int], tuple[list[int], list[tuple[_Call, ...]]]] = {}
         self._templates: dict[tuple[int, int], list[tuple[list[int], int, torch.dtype]]] = {}
+        shaping = {name for t in self.transforms for name in loaded(t)}
+        self._shaping = [at for at, name in enumerate(self.names) if name in shaping]
+        self._widths: dict[tuple, list[int]] = {}
 
     @property
     def buffers(self) -> dict[str, Buffer]:
@@ -246,7 +252,8 @@ class Kernel:
         import tvm_ffi
 
         library = tvm_ffi.load_module(str(self.artifact.library(self.arch)))
-        pool = ["x", *self.names, "y", *(t.name for t in self.computed), ORDERED]
+        between = [*(t.name for t in self.computed), *(p.name for p in passes(self.transforms)), ORDERED]
+        pool = ["x", *self.names, "y", *between]
         self._variants = {
             v.name: tuple(
                 _Call(library[step.function], itemgetter(*(pool.index(arg) for arg in step.args))) for step in v.steps
@@ -266,7 +273,7 @@ class Kernel:
         shape = y.shape[1], k
         limits, variants = self._by_shape.get(shape) or self._chosen(shape)
         pool = [x, *buffers, y]
-        if self.computed or self.ordered:
+        if self.computed or self.transforms or self.ordered:
             pool += self._allocate(x, buffers, y.shape[1])
         for call in variants[bisect_left(limits, m)]:
             call.function(*call.gather(pool))
@@ -298,7 +305,8 @@ class Kernel:
         return self._by_shape[shape]
 
     def _allocate(self, x: torch.Tensor, buffers: Sequence[torch.Tensor], n: int) -> list[torch.Tensor]:
-        """Room for what the steps compute between them: codes and scales of the activations, and x in another order."""
+        """Room for what the steps compute between them: codes and scales of the activations, x on its way through
+        transforms, and x in another order."""
         m, k = x.shape
         template = self._templates.get((n, k))
         if template is None:
@@ -315,6 +323,13 @@ class Kernel:
         result = []
         for shape, at, kind in template:
             result.append(x.new_empty([m if i == at else size for i, size in enumerate(shape)], dtype=kind))
+        if self.transforms:
+            shapes = tuple(buffers[at].shape for at in self._shaping)
+            found = self._widths.get((k, shapes))
+            if found is None:  # buffers of transforms hold their tensors element by element, in their shape
+                named = zip((self.names[at] for at in self._shaping), shapes)
+                found = self._widths[k, shapes] = widths(self.transforms, {"x": x.shape, **dict(named)})
+            result += [x.new_empty((m, width), dtype=torch.float32) for width in found]
         if self.ordered:
             result.append(x.new_empty((m, buffers[-1].shape[0])))
         return result

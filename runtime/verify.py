@@ -22,6 +22,7 @@ from qdsl.diagnostic import Error
 from qdsl.runtime.linear import QuantLinear
 from qdsl.runtime.repack import torch_dtype
 from qdsl.scheme import Scheme, Tensor
+from qdsl.transform import free_sizes
 
 CASES = ("random", "one-hot", "integers", "zero", "NaN row")
 # n, k: below, at and beyond tiles, groups and words; odd sizes; ragged last groups
@@ -108,7 +109,7 @@ def _tokens(
     scheme: Scheme, n: int, k: int, device: torch.device, artifact: Artifact | None, report: Report
 ) -> tuple[int, ...]:
     """Numbers of tokens: below, at and beyond every tile for one shape, one and a few for the others."""
-    if scheme.violated(n, k) is not None:
+    if scheme.violated(n, k) is not None or free_sizes(scheme, k) is None:
         report.skipped += 1
         return ()
     if k != SIZES[4][1]:

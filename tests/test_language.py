@@ -16,7 +16,7 @@ from qdsl.scheme import Scheme, Var, expert_name
 from qdsl.syntax import parse
 
 ROOT = Path(__file__).parent.parent
-SIZES = {"e": 3, "m": 5, "n": 50, "k": 328, "i": 8, "j": 41, "c": 8, "d": 41}
+SIZES = {"e": 3, "m": 5, "n": 50, "k": 328, "i": 8, "j": 41, "c": 8, "d": 41, "b": 82, "r": 3}
 
 
 def scheme(path: Path, **params) -> Scheme:

@@ -21,7 +21,7 @@ from qdsl.codegen.cuda.builder import assign, ceildiv, ptx, register, when, wide
 from qdsl.codegen.function import Parameters, open_function
 from qdsl.codegen.plan import Plan
 from qdsl.codegen.target import Target
-from qdsl.codegen.tir import as_float, encode, round_to, storage, translate
+from qdsl.codegen.tir import as_float, encode, round_to, translate
 from qdsl.dtype import DType
 from qdsl.expr import REDUCTIONS, Call, Expr, Ref, names, walk
 from qdsl.scheme import Group, Scheme, Tensor, Var
@@ -108,7 +108,8 @@ class _Token:
     def read(self, stretch) -> None:
         """The thread's piece of a stretch; what lies beyond K is 0."""
         self.k = (stretch * THREADS + self.thread) * PIECE
-        x, kind = self.own.buffers["x"], storage(self.plan.scheme.output.dtype)
+        x = self.own.buffers["x"]
+        kind = str(x.dtype)
         for j in range(PIECE):
             assign(self.x, j, T.float32(0))
         if kind == "float32":
