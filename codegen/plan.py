@@ -6,7 +6,7 @@ Every decision is a field of the plan, and `print(plan)` shows all of them.  Not
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -91,6 +91,7 @@ class Plan:
     offset: float
     max_k: int | None
     notes: tuple[Diagnostic, ...]
+    beside_overlapped: bool = False  # in the library of another phase whose kernels overlap
 
     def buffer(self, name: str) -> Buffer:
         return next(b for b in self.buffers if b.tensor == name)
@@ -98,7 +99,7 @@ class Plan:
     @property
     def overlapped(self) -> bool:
         """Whether kernels are launched before their predecessors have ended, and wait for them (`cuda.overlap`)."""
-        return self.main_loop is not None and self.target.dependent_launch
+        return (self.main_loop is not None or self.beside_overlapped) and self.target.dependent_launch
 
     def __str__(self) -> str:
         compute = self.scheme.compute
@@ -119,8 +120,27 @@ class Plan:
         return "\n".join([*lines, *(str(note) for note in self.notes)])
 
 
-def plan(scheme: Scheme, target: Target) -> Plan:
-    """Decide everything; raises TargetError for what this code generator can't do yet."""
+def plans(scheme: Scheme, target: Target) -> dict[str, Plan]:
+    """The plan of every phase by its name; of a scheme without phases, one by the name "".
+
+    A weight lies in one way for all of them: as the kernels of the first phase that has some of its own want it. Another
+    phase, if it has other wishes, is served by the portable loop nest.
+    """
+    found = {name: plan(scheme.in_phase(name), target) for name in scheme.phases or ("",)}
+    first = next((p for p in found.values() if p.main_loop), None)
+    if first is None or len(found) == 1:
+        return found
+    held = {b.tensor: b for b in first.buffers}
+    again = {name: plan(scheme.in_phase(name), target, held) for name in found}
+    return {name: replace(p, beside_overlapped=True) for name, p in again.items()}
+
+
+def plan(scheme: Scheme, target: Target, held: Mapping[str, Buffer] | None = None) -> Plan:
+    """Decide everything about a scheme of one phase; raises TargetError for what this code generator can't do yet.
+
+    held   how tensors lie that kernels of another phase take as well
+    """
+    assert not scheme.phases, "`plans` is for schemes with phases"
     _refuse_unsupported(scheme, target)
     activation = scheme.activation()
     compute = scheme.compute
@@ -128,9 +148,11 @@ def plan(scheme: Scheme, target: Target) -> Plan:
     x_split = split(activation.operand, compute.operand, "x") if activation else _identity(compute.operand)
     assert isinstance(weight, Split) and isinstance(x_split, Split), "checked schemes split"
     loop = _byte_loop(scheme, weight, x_split, target) if activation else _main_loop(scheme, weight, target)
+    buffers = tuple(_buffer(t, scheme, target, loop) for t in scheme.tensors if t.loaded)
+    if held and any(held.get(b.tensor, b) != b for b in buffers):
+        loop, buffers = None, tuple(held.get(b.tensor, b) for b in buffers)
     multiply, notes = _multiply(scheme, target) if loop is None else (compute.operand, ())
     step = _step(scheme, weight, x_split)
-    buffers = tuple(_buffer(t, scheme, target, loop) for t in scheme.tensors if t.loaded)
     loaded = [b.tensor for b in buffers if b.tensor not in transform_only(scheme)]
     computed = [t for t in activation.operand.tensors if not t.loaded] if activation else []
     quantize = (*transform_steps(scheme), *_quantize(scheme, target, computed))
@@ -201,8 +223,6 @@ def _refuse_unsupported(scheme: Scheme, target: Target) -> None:
 
     if scheme.experts:
         refuse("a stack of experts (index `e`)", scheme.code.span)
-    if scheme.phases:
-        refuse("a scheme with named activation phases", scheme.activations[0].operand.tensors[0].span)
     for t in scheme.output.tensors:
         if scheme.output.half and Var("n") in t.index:
             refuse(

@@ -102,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     _target_arguments(p)
     p.add_argument("--shapes", type=shapes, default=((4096, 4096),), metavar="KxN,…", help="default 4096x4096")
     p.add_argument("--m", dest="tokens", type=tokens, default=(1, 16, 64), metavar="M,…", help="default 1,16,64")
+    p.add_argument("--phase", default="", metavar="NAME", help="of a scheme that has several (default: the first)")
     p.add_argument("--bandwidth", type=_positive, metavar="GB/s", help="of the floor (default: measured here)")
     p.add_argument("--flops", type=_positive, metavar="TFLOP/s", help="of the floor (default: measured here)")
     p.add_argument("--json", action="store_true", help="print the results file instead of a table")
@@ -352,7 +353,7 @@ def _bench(args: argparse.Namespace) -> int:
 
     bandwidth = args.bandwidth and args.bandwidth * 1e9
     operations = args.flops and args.flops * 1e12
-    bench = Bench(scheme, args.target, args.archs, args.shapes, args.tokens, bandwidth, operations)
+    bench = Bench(scheme, args.target, args.archs, args.shapes, args.tokens, bandwidth, operations, args.phase)
     if not args.json:
         print(f"{bench}\n{HEADER}", flush=True)
     rows = []
@@ -398,9 +399,10 @@ def _tune(args: argparse.Namespace) -> int:
             arch, kept[tuned.table.key] = tuned.arch, tuned.table
             if args.out:
                 _replace(args.out, tables_to_json(list(kept.values())))
-            with_table(tuned.artifact, tuned.arch, tuned.table)
+            # as it is now: the tables of other phases may be new
+            with_table(qdsl.open_artifact(tuned.artifact.path), tuned.arch, tuned.table, tuned.phase)
         if not args.json:
-            print(f"{tuned.artifact.path}: {tuned.table or 'one variant, nothing to choose'}", flush=True)
+            print(tuned, flush=True)
     if args.json:
         print(json.dumps(records, indent=1))
     return 0

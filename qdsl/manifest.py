@@ -17,7 +17,7 @@ from qdsl.layout import Axis, Digit, Lane, Layout, Run
 from qdsl.order import Order
 from qdsl.scheme import Scheme
 
-FORMAT = 3
+FORMAT = 4
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,10 @@ class Manifest:
     kind: str  # "cpu" or "cuda"
     libraries: Mapping[str, str]  # architecture -> file
     buffers: tuple[Buffer, ...]
-    variants: Mapping[str, tuple[Variant, ...]]  # architecture -> its kernels
-    tables: Mapping[str, Table]  # architecture -> which of them serves what
+    variants: Mapping[
+        str, Mapping[str, tuple[Variant, ...]]
+    ]  # architecture -> phase ("" where there is one) -> kernels
+    tables: Mapping[str, Mapping[str, Table]]  # architecture -> phase -> which of them serves what
     offset: float  # what a bit trick leaves in each code until its group is corrected (0: nothing)
     max_k: int | None  # inputs beyond which an integer sum could overflow
     notes: tuple[str, ...]
@@ -100,24 +102,24 @@ class Manifest:
         """The order of inputs that the kernels take."""
         return next((b.order for b in self.buffers if b.order), None)
 
-    def variant(self, arch: str, name: str) -> Variant:
-        return next(v for v in self.variants[arch] if v.name == name)
+    def variant(self, arch: str, name: str, phase: str = "") -> Variant:
+        return next(v for v in self.variants[arch][phase] if v.name == name)
 
-    def choose(self, arch: str, m: int, n: int, k: int) -> Variant:
+    def choose(self, arch: str, m: int, n: int, k: int, phase: str = "") -> Variant:
         """The variant that serves m tokens of an [n, k] weight."""
-        return self.variant(arch, at(self.limits(arch, n, k), m))
+        return self.variant(arch, at(self.limits(arch, n, k, phase), m), phase)
 
-    def limits(self, arch: str, n: int, k: int) -> Limits:
+    def limits(self, arch: str, n: int, k: int, phase: str = "") -> Limits:
         """Up to how many tokens which variant serves an [n, k] weight."""
-        return self.tables[arch].limits(n, k, self.legal(arch, k))
+        return self.tables[arch][phase].limits(n, k, self.legal(arch, k, phase))
 
-    def limits_of_one_order(self, arch: str, n: int, k: int) -> Limits:
+    def limits_of_one_order(self, arch: str, n: int, k: int, phase: str = "") -> Limits:
         """The same where the bits of a row must not depend on how many rows there are."""
-        return self.tables[arch].limits_of_one_order(n, k, self.legal(arch, k))
+        return self.tables[arch][phase].limits_of_one_order(n, k, self.legal(arch, k, phase))
 
-    def legal(self, arch: str, k: int) -> set[str]:
+    def legal(self, arch: str, k: int, phase: str = "") -> set[str]:
         """The variants that are right for k inputs."""
-        return {v.name for v in self.variants[arch] if k % v.k_multiple == 0}
+        return {v.name for v in self.variants[arch][phase] if k % v.k_multiple == 0}
 
     def to_json(self) -> str:
         data = asdict(self)
@@ -134,12 +136,22 @@ class Manifest:
         for name in ("params", "libraries", "toolchain", "digests"):
             if not isinstance(data[name], dict):
                 raise TypeError(f"`{name}` is not an object")
+        for name in ("variants", "tables"):
+            if not isinstance(data[name], dict) or not all(isinstance(by, dict) for by in data[name].values()):
+                raise TypeError(f"`{name}` is not an object of objects")
         data["buffers"] = tuple(map(buffer_from_json, data["buffers"]))
-        data["variants"] = {arch: tuple(map(_variant, vs)) for arch, vs in data["variants"].items()}
-        data["tables"] = {arch: Table.from_data(table) for arch, table in data["tables"].items()}
-        for arch, variants in data["variants"].items():
-            if found := data["tables"][arch].problems(variants):
-                raise ValueError(f"the table of {arch}: {found[0]}")
+        data["variants"] = {
+            arch: {phase: tuple(map(_variant, vs)) for phase, vs in phases.items()}
+            for arch, phases in data["variants"].items()
+        }
+        data["tables"] = {
+            arch: {phase: Table.from_data(table) for phase, table in phases.items()}
+            for arch, phases in data["tables"].items()
+        }
+        for arch, phases in data["variants"].items():
+            for phase, variants in phases.items():
+                if found := data["tables"][arch][phase].problems(variants):
+                    raise ValueError(f"the table of {' '.join(filter(None, (arch, phase)))}: {found[0]}")
         data["notes"] = tuple(data["notes"])
         return Manifest(**data)
 

@@ -175,11 +175,17 @@ def activate(
     `nudges` multiply the computed tensors, in order, by 1 + nudge before they round: how far a result can move when a
     kernel's arithmetic is off by that much, which matters next to ties.
     """
-    block = scheme.activation(phase)
+    scheme = scheme.in_phase(phase)
+    block, patterns = scheme.activation(), _loaded(scheme, patterns)
     if block is None:
         return np.asarray(x, np.float64), {}
     found = _transformed(block, x, patterns).x
     return _quantized(scheme, block, found, found, patterns, nudges)
+
+
+def _loaded(scheme: Scheme, patterns: Patterns) -> Patterns:
+    """Without those of other phases, which may compute what this one loads."""
+    return {t.name: patterns[t.name] for t in scheme.tensors if t.loaded and t.name in patterns}
 
 
 def _quantized(
@@ -286,10 +292,11 @@ def linear(
     constant that a kernel's bit trick leaves in each code until the group is corrected: it enlarges the sum's terms.
     `expert` chooses one of a stack.
     """
-    k = x.shape[1]
+    scheme, k = scheme.in_phase(phase), x.shape[1]
+    patterns = _loaded(scheme, patterns)
     w = decode_weight(scheme, patterns, n, k)
     w = w[expert] if scheme.experts else w
-    block = scheme.activation(phase)
+    block = scheme.activation()
     if block is None:
         a, computed, slack = np.asarray(x, np.float64), {}, np.zeros(x.shape)
     else:

@@ -215,20 +215,25 @@ class Kernel:
     names             the loaded tensors in the order `__call__` takes them; last, where kernels want the inputs in an order
                       of their own, `SOURCE`: of every input in that order, where x has it
     batch_invariant   whether every m is served by variants of one order of summation
+    phase             whose variants these are; `scheme` has its activation block alone
     """
 
-    def __init__(self, artifact: Artifact, arch: str, scheme: Scheme, batch_invariant: bool = False):
-        m = artifact.manifest
+    def __init__(
+        self, artifact: Artifact, arch: str, scheme: Scheme, batch_invariant: bool = False, phase: str = ""
+    ):  # fmt: skip
+        m, scheme = artifact.manifest, scheme.in_phase(phase)
         self.artifact, self.arch, self.scheme, self.batch_invariant = artifact, arch, scheme, batch_invariant
-        same = hashlib.sha256(f"{m.digest} {m.tables[arch]}".encode()).hexdigest()  # a table may change: `qdsl tune`
-        self.key = f"{m.scheme} {arch} {same[:16]}{' batch-invariant' if batch_invariant else ''}"
+        self.phase, table = phase, m.tables[arch][phase]
+        same = hashlib.sha256(f"{m.digest} {table}".encode()).hexdigest()  # a table may change: `qdsl tune`
+        about = [m.scheme, *filter(None, [phase]), arch, same[:16], *(["batch-invariant"] if batch_invariant else [])]
+        self.key = " ".join(about)
         known = {b.tensor for b in m.buffers}
         self.ordered = m.order is not None
         self.names = (
             *(t.name for t in scheme.tensors if t.loaded and t.name in known),
             *((SOURCE,) if self.ordered else ()),
         )
-        steps = [step for variant in m.variants[arch] for step in variant.steps]
+        steps = [step for variant in m.variants[arch][phase] for step in variant.steps]
         used = {arg for step in steps for arg in step.args}
         self.computed = tuple(t for t in scheme.tensors if isinstance(t.value, Expr) and t.name in used)
         block = scheme.activation()
@@ -258,7 +263,7 @@ class Kernel:
             v.name: tuple(
                 _Call(library[step.function], itemgetter(*(pool.index(arg) for arg in step.args))) for step in v.steps
             )
-            for v in self.artifact.manifest.variants[self.arch]
+            for v in self.artifact.manifest.variants[self.arch][self.phase]
         }
 
     def __call__(self, x: torch.Tensor, buffers: Sequence[torch.Tensor], n: int) -> torch.Tensor:
@@ -287,13 +292,14 @@ class Kernel:
 
     def variants(self, k: int) -> list[str]:
         """The variants that are right for k inputs."""
-        legal = self.artifact.manifest.legal(self.arch, k)
-        return [v.name for v in self.artifact.manifest.variants[self.arch] if v.name in legal]
+        m = self.artifact.manifest
+        legal = m.legal(self.arch, k, self.phase)
+        return [v.name for v in m.variants[self.arch][self.phase] if v.name in legal]
 
     def limits(self, n: int, k: int) -> Limits:
         """Up to how many tokens which variant serves an [n, k] weight."""
         m = self.artifact.manifest
-        return (m.limits_of_one_order if self.batch_invariant else m.limits)(self.arch, n, k)
+        return (m.limits_of_one_order if self.batch_invariant else m.limits)(self.arch, n, k, self.phase)
 
     def _chosen(self, shape: tuple[int, int]) -> tuple[list[int], list[tuple[_Call, ...]]]:
         """The variants for a shape (of y's features and k), as ascending limits of m and what to call up to each, and beyond."""
@@ -345,11 +351,13 @@ def _native(format: DType) -> torch.dtype:
 _KERNELS: dict[str, Kernel] = {}
 
 
-def register(artifact: Artifact, device: torch.device, scheme: Scheme, batch_invariant: bool = False) -> Kernel:
+def register(
+    artifact: Artifact, device: torch.device, scheme: Scheme, batch_invariant: bool = False, phase: str = ""
+) -> Kernel:
     """The process's kernel of an artifact on this device; its library is opened at the first call or `load()`."""
     arch = fitting_arch(tuple(artifact.manifest.libraries), device)
     assert arch is not None, "find_artifact returns artifacts that fit"
-    kernel = Kernel(artifact, arch, scheme, batch_invariant)
+    kernel = Kernel(artifact, arch, scheme, batch_invariant, phase)
     known = _KERNELS.get(kernel.key)
     if known is None or (known._variants is None and not known.artifact.path.exists()):
         _KERNELS[kernel.key] = known = kernel

@@ -67,7 +67,8 @@ class QuantLinear(nn.Module):
     dtype         torch.float16, bfloat16 or float32: sets the scheme's `act` parameter, by default the scheme's own
     artifact      a compiled artifact (or its directory) to use instead of searching for one
     compile       "auto" compiles what is found neither in $QDSL_ARTIFACTS nor in the cache; "never" raises instead
-    phase         which activation block a layer of a scheme with phases uses
+    phase         the layer's role where a scheme has phases, such as "prefill" or "decode": which activation block it
+                  uses, and which tensors it loads; "both" and "" take the first
     batch_invariant   whether the bits of a row of y must not depend on the other rows, nor on how many there are: the
                   layer then keeps to kernels of one order of summation, which is not the fastest for every m. Without it
                   equal calls give equal bits, and other numbers of rows may take kernels that round differently
@@ -150,6 +151,8 @@ class QuantLinear(nn.Module):
 
     def extra_repr(self) -> str:
         state = (", batch_invariant" if self.batch_invariant else "") + ("" if self._loaded else ", not loaded")
+        phase = self.scheme.phase_of(self.phase)
+        state = (f", phase={phase}" if phase else "") + state
         return f"{self.scheme.bound}, in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}{state}"
 
     def _shape(self, name: str, free: Mapping[str, int] | None = None) -> tuple[int, ...]:
@@ -189,7 +192,7 @@ class QuantLinear(nn.Module):
                 f"{scheme.bound}: beyond k = {limit} a sum of products could overflow {scheme.compute.accumulator}, "
                 f"and this layer has k = {self.in_features}"
             )
-        return register(artifact, device, scheme, self.batch_invariant)
+        return register(artifact, device, scheme, self.batch_invariant, scheme.phase_of(self.phase))
 
     def _follows(self, declared: Tensor) -> bool:
         """Whether a tensor has the type of the activations, so that its own values must outlive a change of that."""

@@ -51,8 +51,8 @@ def emulated(tmp_path_factory):
             file = built(host.emit(functions, goal), folder / "kernel.so")
             variant = replace(next(v for v in planned.variants if v.name == "m8"), order="by rising k")
             manifest = Manifest(
-                scheme.name, scheme.text, plain_params(scheme), "cpu", {level: file.name}, planned.buffers, {level: (variant,)},
-                {level: only("m8")}, planned.offset, None, (), {}, {file.name: hashlib.sha256(file.read_bytes()).hexdigest()}, scheme.bound,
+                scheme.name, scheme.text, plain_params(scheme), "cpu", {level: file.name}, planned.buffers, {level: {"": (variant,)}},
+                {level: {"": only("m8")}}, planned.offset, None, (), {}, {file.name: hashlib.sha256(file.read_bytes()).hexdigest()}, scheme.bound,
             )  # fmt: skip
             (folder / MANIFEST).write_text(manifest.to_json())
             known[scheme.bound] = folder

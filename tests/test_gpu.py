@@ -38,7 +38,7 @@ USED = [
     ("fp8a16_block", {"act": "bf16"}),
     *(
         (str(Path(__file__).parent / "schemes" / f"{name}.q"), {"act": "bf16"})
-        for name in ("fresh", "gate_up_channel", "gate_up_actorder")
+        for name in ("fresh", "gate_up_channel", "gate_up_actorder", "flatquant", "smoothing", "phases")
     ),
 ]
 TYPES = {"f16": HALF, "bf16": BF16, "f32": torch.float32}
@@ -154,7 +154,7 @@ def test_variants_of_equal_order_give_equal_bits(params):
     for n, k in ((N, K), (80, 320), (320, 1344), (512, 4096)):
         layer, _ = filled(n=n, k=k, **params)
         legal = layer.kernel.variants(k)
-        variants = layer.manifest.variants[layer.kernel.arch]
+        variants = layer.manifest.variants[layer.kernel.arch][layer.kernel.phase]
         orders = {v.name: v.order for v in variants if v.name in legal and v.order is not None}
         for m in (1, 7, 33, 130):
             x, found = inputs(layer, m), {}

@@ -254,8 +254,8 @@ def test_the_portable_kernels_of_a_gpu(name, tmp_path):
     functions = {n: f for n, f in portable.lower(planned).items() if n in steps}
     file = built(host.emit(functions, goal), tmp_path / "kernel.so")
     manifest = Manifest(
-        scheme.name, scheme.text, plain_params(scheme), "cpu", {level: file.name}, planned.buffers, {level: planned.variants},
-        {level: only(planned.variants[0].name)}, 0.0, None, (), {}, {file.name: hashlib.sha256(file.read_bytes()).hexdigest()}, scheme.bound,
+        scheme.name, scheme.text, plain_params(scheme), "cpu", {level: file.name}, planned.buffers, {level: {"": planned.variants}},
+        {level: {"": only(planned.variants[0].name)}}, 0.0, None, (), {}, {file.name: hashlib.sha256(file.read_bytes()).hexdigest()}, scheme.bound,
     )  # fmt: skip
     (tmp_path / MANIFEST).write_text(manifest.to_json())
     for k in (K, 16):
