@@ -36,9 +36,10 @@ USED = [
     ("nvfp4", {"act": "bf16"}),
     ("q4_1", {"act": "f16"}),
     ("fp8a16_block", {"act": "bf16"}),
+    ("w4a4_flatquant", {"act": "f16"}),
     *(
         (str(Path(__file__).parent / "schemes" / f"{name}.q"), {"act": "bf16"})
-        for name in ("fresh", "gate_up_channel", "gate_up_actorder", "flatquant", "smoothing", "phases")
+        for name in ("fresh", "gate_up_channel", "gate_up_actorder", "smoothing", "phases")
     ),
 ]
 TYPES = {"f16": HALF, "bf16": BF16, "f32": torch.float32}

@@ -117,7 +117,7 @@ def test_experts():
 
 
 def test_flatquant_multiplies_from_both_sides():
-    transform = local("flatquant").activations[0].transforms[0]
+    transform = scheme(ROOT / "schemes" / "w4a4_flatquant.q").activations[0].transforms[0]
     rng = np.random.default_rng(0)
     left, right, x = rng.standard_normal((4, 4)), rng.standard_normal((6, 6)), rng.standard_normal((3, 24))
     expected = np.stack([left.T @ row.reshape(4, 6) @ right for row in x]).reshape(3, 24)
