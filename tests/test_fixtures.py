@@ -193,13 +193,18 @@ PREPARED = {"awq_gemv_g128": groups_trimmed, "bnb_nf4_dq": absmax_decoded}
 
 
 # ---- reading -----------------------------------------------------------------------------------------------------
+WROTE = ("ref_input", "ref_flat_input", "ref_output", "float_output")
+
+
 @dataclass(frozen=True)
 class Layer:
-    """One module: its tensors by the names within it, and the weight that the tool decodes from them."""
+    """One module: its tensors by the names within it, the weight that the tool decodes from them, and by name, what else
+    the tool wrote of it: inputs, outputs, inputs that were transformed."""
 
     module: str
     tensors: dict[str, torch.Tensor]
     weight: torch.Tensor
+    wrote: dict[str, torch.Tensor]
 
 
 def layers(name: str) -> Iterator[Layer]:
@@ -210,7 +215,8 @@ def layers(name: str) -> Iterator[Layer]:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
             module = (file.metadata() or {}).get("module", "")
         weight = tensors.pop("reference")
-        yield Layer(module, tensors, weight)
+        wrote = {key: tensors.pop(key) for key in WROTE if key in tensors}
+        yield Layer(module, tensors, weight, wrote)
         return
     yield from _checkpoint(DATA / name, name)
 
@@ -222,11 +228,13 @@ def _checkpoint(directory: Path, name: str) -> Iterator[Layer]:
             stored |= load_file(file)
     # AWQ's two layouts hold the same weights, and only one of them comes with a reference
     known = directory.parent / ("awq_g128" if name == "awq_gemv_g128" else name) / "reference_dequant.safetensors"
-    for key, weight in load_file(known).items():
+    found = load_file(known)
+    for key, weight in found.items():
         module, _, last = key.rpartition(".")
         tensors = {part.removeprefix(f"{module}."): t for part, t in stored.items() if part.startswith(f"{module}.")}
         if last == "weight" and not (tensors.keys() <= {"weight", "bias"} and weight.dtype == tensors["weight"].dtype):
-            yield Layer(module, tensors, weight)
+            wrote = {name: found[f"{module}.{name}"] for name in WROTE if f"{module}.{name}" in found}
+            yield Layer(module, tensors, weight, wrote)
 
 
 def readings(name: str, layer: Layer) -> list[Reading]:
@@ -297,13 +305,14 @@ def test_whole_checkpoints(name):
 
 # ---- activations -------------------------------------------------------------------------------------------------
 def quantized(name: str, scheme: str, phase: str = "", **params: Any) -> Iterator[tuple]:
-    """Every layer of a checkpoint: (the layer as qdsl loads it, the bit patterns it holds, what the tool wrote of it)."""
-    if FIXTURES is None or not (FIXTURES / name).is_dir():
+    """Every layer of a slice or a checkpoint that the tool ran: (the layer as qdsl loads it, the bit patterns it holds,
+    the tool's weight, what else it wrote)."""
+    whole = FIXTURES is not None and (FIXTURES / name).is_dir()
+    known = [*(layers(name) if name in SLICES else ()), *(_checkpoint(FIXTURES / name, name) if whole else ())]
+    ran = [found for found in known if "ref_input" in found.wrote]
+    if not ran:
         pytest.skip("QDSL_FIXTURES names no folder with it")
-    known = load_file(FIXTURES / name / "reference_dequant.safetensors")
-    for found in _checkpoint(FIXTURES / name, name):
-        if f"{found.module}.ref_input" not in known:
-            continue
+    for found in ran:
         n, k = found.weight.shape
         loaded = qdsl.load(scheme, act="f32", **params)
         bias = any(t.role == "bias" and not t.optional for t in loaded.output.tensors)
@@ -313,8 +322,7 @@ def quantized(name: str, scheme: str, phase: str = "", **params: Any) -> Iterato
         held = {
             b.tensor: repack.read(loaded, loaded.layouts["modelslim"], b, found.tensors, "", sizes) for b in bindings
         }
-        prefix = f"{found.module}."
-        yield layer, held, {key.removeprefix(prefix): t for key, t in known.items() if key.startswith(prefix)}
+        yield layer, held, found.weight, found.wrote
 
 
 def apart(found: np.ndarray, expected: torch.Tensor) -> float:
@@ -339,38 +347,39 @@ def scaled_sums(held: Mapping[str, np.ndarray]) -> np.ndarray:
 )
 def test_calibrated_integers_are_the_tools_own(name, scheme, phase):
     """ModelSlim's forward of a static layer, by the reference to the last bits of float32, and by a layer to its bound."""
-    for layer, held, wrote in quantized(name, scheme, phase):
+    for layer, held, weight, wrote in quantized(name, scheme, phase):
         x = wrote["ref_input"]
         expected = reference.linear(layer.scheme, x.double().numpy(), held, layer.out_features, phase=phase)
         assert apart(expected.y, wrote["ref_output"]) < 5e-7
         assert (np.abs(layer(x).double().numpy() - expected.y) <= expected.bound).all()
         if scheme == "w8a8_quant_bias":
-            assert apart(scaled_sums(held), wrote["weight"]) < 1e-7
+            assert apart(scaled_sums(held), weight) < 1e-7
 
 
 def test_a_transform_is_the_tools_own():
-    for layer, held, wrote in quantized("ms_w4a4_flatquant", "w4a4_flatquant"):
+    for layer, held, _, wrote in quantized("ms_w4a4_flatquant", "w4a4_flatquant"):
         x = wrote["ref_input"].double().numpy()
         values = {name: F32.decode(held[name]) for name in ("left", "right")}
         (transform,) = layer.scheme.activation().transforms
         assert apart(reference.apply_transform(transform, x, values), wrote["ref_flat_input"]) < 1e-6
         expected = reference.linear(layer.scheme, x, held, layer.out_features)
         assert (np.abs(layer(wrote["ref_input"]).double().numpy() - expected.y) <= expected.bound).all()
-        off = np.linalg.norm(expected.y - wrote["float_output"].double().numpy())
-        assert off < 0.35 * np.linalg.norm(wrote["float_output"].double().numpy()), "the weight has the inverse in it"
 
 
 @pytest.mark.parametrize(
     ("name", "scheme", "params", "off"),
     [
         ("ms_w4a4_dynamic", "w4a4", {"scale_type": "f32"}, 0.35),
+        ("ms_w4a4_flatquant", "w4a4_flatquant", {}, 0.25),
         ("ms_w4a8_dynamic", "w4a8_dynamic", {}, 0.2),
         ("ms_w8a8_mix", "w8a8_mix", {}, 0.04),
     ],
 )
 def test_activations_per_token_come_near_the_float_layer(name, scheme, params, off):
     """No tool's numbers to the bit: its emulation takes scales along the other axis."""
-    for layer, held, wrote in quantized(name, scheme, **params):
+    for layer, held, _, wrote in quantized(name, scheme, **params):
+        if "float_output" not in wrote:  # a slice
+            continue
         x, right = wrote["ref_input"], wrote["float_output"].double().numpy()
         expected = reference.linear(layer.scheme, x.double().numpy(), held, layer.out_features)
         assert (np.abs(layer(x).double().numpy() - expected.y) <= expected.bound).all()
@@ -379,7 +388,7 @@ def test_activations_per_token_come_near_the_float_layer(name, scheme, params, o
 
 def test_codes_that_a_tool_rounds_in_float32_are_inside_the_bound():
     """ModelSlim's per-token int4 forward: one code of a layer lies next to a tie, and is the neighbour there."""
-    for layer, held, wrote in quantized("ms_w4a4_dynamic", "w4a4", scale_type="f32"):
+    for layer, held, _, wrote in quantized("ms_w4a4_dynamic", "w4a4", scale_type="f32"):
         expected = reference.linear(layer.scheme, wrote["ref_input"].double().numpy(), held, layer.out_features)
         assert (np.abs(wrote["ref_output"].double().numpy() - expected.y) <= expected.bound).all()
 
@@ -389,7 +398,7 @@ def test_every_slice_says_who_wrote_it():
         with safe_open(path, "pt") as file:
             assert re.search(r"\d+\.\d+", file.metadata()["writer"]), name
             assert file.metadata()["reference"], name
-    assert sum(path.stat().st_size for path in SLICES.values()) < 400_000
+    assert sum(path.stat().st_size for path in SLICES.values()) < 450_000
 
 
 def test_zeros_that_borrow_are_in_the_data():
