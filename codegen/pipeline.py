@@ -21,7 +21,7 @@ from qdsl.codegen import cpu, portable
 from qdsl.codegen.cuda import host, main_loop
 from qdsl.codegen.plan import Plan, plans
 from qdsl.codegen.target import target as find_target
-from qdsl.manifest import Manifest, Variant, plain_params
+from qdsl.manifest import Buffer, Manifest, Variant, plain_params
 from qdsl.scheme import Scheme
 
 STAGES = ("syntax", "scheme", "plan", "tir", "source", "binary")
@@ -71,6 +71,11 @@ def _plan_text(planned: Mapping[str, Plan]) -> str:
     return "\n".join(f"phase {phase}: {own}" if phase else str(own) for phase, own in planned.items())
 
 
+def _buffers(planned: Mapping[str, Plan]) -> tuple[Buffer, ...]:
+    """Of all phases, each tensor once: what they share lies in one way."""
+    return tuple({b.tensor: b for own in planned.values() for b in own.buffers}.values())
+
+
 def _cuda_source(planned: Mapping[str, Plan], functions: dict[str, tirx.PrimFunc]) -> str:
     any_ = next(iter(planned.values()))
     assert all(own.overlapped == any_.overlapped for own in planned.values()), "one library, one way to launch"
@@ -104,16 +109,16 @@ def compile_into(
             cpu.build(executable, directory / name)
         _dump(f"3-source.{source.name}", source.read_text())
         libraries[arch] = name
-    last = planned[archs[-1]].values()  # the architectures of a kind differ in nothing but their kernels
-    limits = [own.max_k for own in last if own.max_k is not None]
+    each = [own for found in planned.values() for own in found.values()]
+    limits = [own.max_k for own in each if own.max_k is not None]
     files = sorted(f for f in directory.iterdir() if f.is_file())
     manifest = Manifest(
         scheme.name, scheme.text, plain_params(scheme), kind, libraries,
-        tuple({b.tensor: b for own in last for b in own.buffers}.values()),
+        {arch: _buffers(found) for arch, found in planned.items()},
         {arch: {phase: _variants(phase, own) for phase, own in found.items()} for arch, found in planned.items()},
         {arch: {phase: own.table for phase, own in found.items()} for arch, found in planned.items()},
-        max(own.offset for own in last), min(limits, default=None),
-        tuple(dict.fromkeys(str(n) for own in last for n in own.notes)), toolchain,
+        max(own.offset for own in each), min(limits, default=None),
+        tuple(dict.fromkeys(str(n) for own in each for n in own.notes)), toolchain,
         {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}, digest,
     )  # fmt: skip
     (directory / MANIFEST).write_text(manifest.to_json())

@@ -52,7 +52,9 @@ class Artifact:
         m = self.manifest
         args = ", ".join(f"{k}={v}" for k, v in m.params.items())
         lines = [f"{m.scheme}({args}) for {m.kind}: {', '.join(f'{a} in {f}' for a, f in m.libraries.items())}"]
-        lines += [f"  {b.tensor}{b.layout} in {b.dtype}" for b in m.buffers]
+        for buffers in dict.fromkeys(m.buffers.values()):
+            lines.append(f"  layouts for {', '.join(arch for arch, held in m.buffers.items() if held == buffers)}")
+            lines += [f"    {b.tensor}{b.layout} in {b.dtype}" for b in buffers]
         for arch, phases in m.variants.items():
             for phase, variants in phases.items():
                 lines += [f"  {arch}{phase and f', phase {phase}'}", *(f"    {variant}" for variant in variants)]

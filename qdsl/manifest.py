@@ -82,7 +82,7 @@ class Manifest:
     params: Mapping[str, int | str]
     kind: str  # "cpu" or "cuda"
     libraries: Mapping[str, str]  # architecture -> file
-    buffers: tuple[Buffer, ...]
+    buffers: Mapping[str, tuple[Buffer, ...]]  # architecture -> how its kernels take tensors
     variants: Mapping[
         str, Mapping[str, tuple[Variant, ...]]
     ]  # architecture -> phase ("" where there is one) -> kernels
@@ -94,13 +94,9 @@ class Manifest:
     digests: Mapping[str, str]  # file -> sha256
     digest: str  # of everything that went into the compilation
 
-    def buffer(self, name: str) -> Buffer:
-        return next(b for b in self.buffers if b.tensor == name)
-
-    @property
-    def order(self) -> Order | None:
+    def order(self, arch: str) -> Order | None:
         """The order of inputs that the kernels take."""
-        return next((b.order for b in self.buffers if b.order), None)
+        return next((b.order for b in self.buffers[arch] if b.order), None)
 
     def variant(self, arch: str, name: str, phase: str = "") -> Variant:
         return next(v for v in self.variants[arch][phase] if v.name == name)
@@ -123,8 +119,9 @@ class Manifest:
 
     def to_json(self) -> str:
         data = asdict(self)
-        for entry, buffer in zip(data["buffers"], self.buffers, strict=True):
-            entry["line"] = f"{buffer.tensor}{buffer.layout}"
+        for arch, buffers in self.buffers.items():
+            for entry, buffer in zip(data["buffers"][arch], buffers, strict=True):
+                entry["line"] = f"{buffer.tensor}{buffer.layout}"
         return json.dumps({"format": FORMAT, **data}, indent=1) + "\n"
 
     @staticmethod
@@ -133,13 +130,13 @@ class Manifest:
         data = json.loads(text)
         if not isinstance(data, dict) or data.pop("format") != FORMAT:
             raise ValueError(f"not a manifest of format {FORMAT}")
-        for name in ("params", "libraries", "toolchain", "digests"):
+        for name in ("params", "libraries", "buffers", "toolchain", "digests"):
             if not isinstance(data[name], dict):
                 raise TypeError(f"`{name}` is not an object")
         for name in ("variants", "tables"):
             if not isinstance(data[name], dict) or not all(isinstance(by, dict) for by in data[name].values()):
                 raise TypeError(f"`{name}` is not an object of objects")
-        data["buffers"] = tuple(map(buffer_from_json, data["buffers"]))
+        data["buffers"] = {arch: tuple(map(buffer_from_json, held)) for arch, held in data["buffers"].items()}
         data["variants"] = {
             arch: {phase: tuple(map(_variant, vs)) for phase, vs in phases.items()}
             for arch, phases in data["variants"].items()

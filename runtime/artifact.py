@@ -28,7 +28,7 @@ from qdsl.diagnostic import ArtifactError, Error, TargetError
 from qdsl.dtype import DType
 from qdsl.expr import Expr
 from qdsl.manifest import Buffer, plain_params
-from qdsl.order import ORDERED, SOURCE
+from qdsl.order import ORDERED, SOURCE, Order
 from qdsl.runtime.repack import torch_dtype
 from qdsl.scheme import Scheme, Var
 from qdsl.transform import loaded, passes, widths
@@ -227,8 +227,8 @@ class Kernel:
         same = hashlib.sha256(f"{m.digest} {table}".encode()).hexdigest()  # a table may change: `qdsl tune`
         about = [m.scheme, *filter(None, [phase]), arch, same[:16], *(["batch-invariant"] if batch_invariant else [])]
         self.key = " ".join(about)
-        known = {b.tensor for b in m.buffers}
-        self.ordered = m.order is not None
+        known = self.buffers
+        self.ordered = self.order is not None
         self.names = (
             *(t.name for t in scheme.tensors if t.loaded and t.name in known),
             *((SOURCE,) if self.ordered else ()),
@@ -247,7 +247,12 @@ class Kernel:
 
     @property
     def buffers(self) -> dict[str, Buffer]:
-        return {b.tensor: b for b in self.artifact.manifest.buffers}
+        return {b.tensor: b for b in self.artifact.manifest.buffers[self.arch]}
+
+    @property
+    def order(self) -> Order | None:
+        """The order of inputs that the kernels take."""
+        return self.artifact.manifest.order(self.arch)
 
     def load(self) -> None:
         """Open the library (its digest is checked first) and look up the functions."""

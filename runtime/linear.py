@@ -226,7 +226,7 @@ class QuantLinear(nn.Module):
         for name in kernel.names:
             if name == SOURCE:
                 names.append("_x_source")
-                fresh = self._source(kernel.artifact.manifest.order)
+                fresh = self._source(kernel.order)
             else:
                 buffer, declared = kernel.buffers[name], kernel.scheme.tensor(name)
                 if name in self._wanted and same_bits(self._held[name], buffer):

@@ -185,14 +185,14 @@ class Trial:
 
     def _inputs(self) -> Inputs:
         """Groups of equal size, their inputs anywhere where a tensor names them."""
-        order = self.kernel.artifact.manifest.order
+        order = self.kernel.order
         if order is None or order.index is None:
             return Inputs(self.k)
         return Inputs(self.k, {order.index: np.random.default_rng(self.k).permutation(self.k) // order.group})
 
     def _random(self, name: str) -> torch.Tensor:
         """Random numbers in the kernel's layout: any bits are codes, scales are around 1/100."""
-        device, generator, order = self.device, self.generator, self.kernel.artifact.manifest.order
+        device, generator, order = self.device, self.generator, self.kernel.order
         if name == SOURCE:
             return torch.from_numpy(order.runs(self.inputs).source).to(device)
         tensor, buffer = self.kernel.scheme.tensor(name), self.kernel.buffers[name]

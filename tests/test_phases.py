@@ -17,13 +17,15 @@ from qdsl import reference, results
 from qdsl.artifact import MANIFEST, open_artifact, with_table
 from qdsl.choice import Row, Table
 from qdsl.cli import main
-from qdsl.codegen.pipeline import emit
+from qdsl.codegen.cuda import host
+from qdsl.codegen.pipeline import compile_into, emit
 from qdsl.codegen.plan import plans
 from qdsl.codegen.target import target
 from qdsl.diagnostic import CheckpointError
 from qdsl.manifest import Manifest
 from qdsl.runtime import QuantLinear, repack, tune
 from qdsl.runtime import artifact as artifact_module
+from qdsl.runtime.artifact import Kernel
 from qdsl.runtime.verify import verify
 
 SCHEMES = Path(__file__).parent / "schemes"
@@ -126,6 +128,21 @@ def test_the_manifest_has_the_variants_of_every_phase(capsys):
     shown = capsys.readouterr().out
     assert f"{arch}, phase prefill\n    portable (by rising k): prefill_quantize_t(x, t)" in shown
     assert f"{arch}, phase decode\n    portable (by rising k): decode_quantize_a(x, c, o, a)" in shown
+
+
+def test_architectures_may_want_a_weight_in_ways_of_their_own(tmp_path, monkeypatch):
+    """sm_90a multiplies bytes on tensor cores, sm_80 has the portable loops: one artifact, a layout for each."""
+    monkeypatch.setattr(host, "build", lambda source, library, target: library.write_bytes(b""))
+    scheme, archs = qdsl.load("w8a8_mix"), ("sm_80", "sm_90a")
+    compile_into(tmp_path, scheme, "cuda", archs, "digest", {})
+    artifact = open_artifact(tmp_path)
+    for phase in scheme.phases:
+        one, other = (Kernel(artifact, arch, scheme, phase=phase) for arch in archs)
+        assert "  layouts for sm_80\n" in str(artifact) and "  layouts for sm_90a\n" in str(artifact)
+        assert one.buffers["q"] != other.buffers["q"] and one.names == other.names
+        for kernel in (one, other):
+            planned = plans(scheme, target("cuda", kernel.arch))[phase]
+            assert {name: kernel.buffers[name] for name in kernel.names} == {b.tensor: b for b in planned.buffers}
 
 
 def test_verify_goes_through_every_phase():

@@ -255,7 +255,7 @@ def test_the_portable_kernels_of_a_gpu(file, tmp_path):
     functions = {n: f for n, f in portable.lower(planned).items() if n in steps}
     library = built(host.emit(functions, goal), tmp_path / "kernel.so")
     manifest = Manifest(
-        scheme.name, scheme.text, plain_params(scheme), "cpu", {level: library.name}, planned.buffers, {level: {"": planned.variants}},
+        scheme.name, scheme.text, plain_params(scheme), "cpu", {level: library.name}, {level: planned.buffers}, {level: {"": planned.variants}},
         {level: {"": only(planned.variants[0].name)}}, 0.0, None, (), {}, {library.name: hashlib.sha256(library.read_bytes()).hexdigest()}, scheme.bound,
     )  # fmt: skip
     (tmp_path / MANIFEST).write_text(manifest.to_json())
