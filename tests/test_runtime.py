@@ -20,6 +20,7 @@ from torch import nn
 
 import qdsl
 from qdsl import reference
+from qdsl.dtype import F32
 from qdsl.dtype import dtype as format_named
 from qdsl.runtime import QuantLinear, repack
 from qdsl.runtime.artifact import best_arch, cpu_levels, find_artifact, fitting_arch, fitting_cuda_arch
@@ -124,16 +125,56 @@ def test_large_sums_are_finite_when_the_answer_is(kind, most):
     assert torch.isinf(y).all() == (15 * 60000.0 * k > most)
 
 
-@pytest.mark.parametrize("name", ["w8a8_dynamic", "w8a8_static", "fp8_block"])
-def test_a_zero_row_gives_exactly_the_bias(name):
-    layer, patterns = filled(name, 32, 128)
+@pytest.mark.parametrize(
+    ("name", "phase"),
+    [
+        (name, phase)
+        for name in SCHEMES
+        for phase in qdsl.load(name).phases or ("",)
+        if qdsl.load(name).activations and name != "w8a8_quant_bias"  # whose bias is what other numbers make it
+    ],
+)
+def test_a_zero_row_gives_exactly_the_bias(name, phase):
+    layer, patterns = filled(name, 32, 128, phase=phase)
+    for t in layer.scheme.tensors:
+        if t.role == "zero" and t.dtype.is_float:  # of x, and whole
+            patterns[t.name] = t.dtype.encode(np.rint(8 * t.dtype.decode(patterns[t.name])))
+    layer.set_patterns(patterns)
     x = inputs(layer, 8)
     x[3] = 0
     y = layer(x)
-    bias = layer.scheme.tensor("b").dtype.decode(patterns["b"])
-    assert np.array_equal(y[3].double().numpy(), bias)
+    bias = layer.scheme.tensor("b").dtype.decode(patterns["b"]) if "b" in patterns else np.zeros(32)
+    assert np.array_equal(y[3].double().numpy(), layer.scheme.output.dtype.round(bias))
     x[0], x[1] = 1e4, 1e-8
-    assert torch.isfinite(layer(x)).all()
+    y = layer(x)
+    assert not y.isnan().any() and (layer.dtype == torch.float16 or torch.isfinite(y).all())
+
+
+@pytest.mark.parametrize("name", ["w8a8_static", "w8a8_mix", "w8a8_quant_bias"])
+def test_a_zero_point_is_taken_off_once(name):
+    """Every code of x is the zero point, and every weight 1: what is left is the bias, to the bit."""
+    n, k = 16, 72
+    layer, patterns = filled(name, n, k, phase="decode" if name == "w8a8_mix" else "")
+    zero, scale = layer.scheme.tensor("o"), F32.encode(np.array(0.125))
+    bias = np.arange(n) - 3.0
+    patterns |= {"q": np.ones((n, k), np.uint8), "o": zero.dtype.encode(np.array(-7.0))}
+    patterns |= {t.name: scale for t in layer.scheme.tensors if t.role == "scale" and t.index == ()}
+    patterns |= {t: np.full(n, scale) for t in "sd" if t in patterns}
+    whole = bias * 8 + 7 * k  # in units of the scale, and less the zero point times the sum of the weight
+    patterns["b"] = layer.scheme.tensor("b").dtype.encode(whole if name == "w8a8_quant_bias" else bias)
+    y = layer.set_patterns(patterns)(torch.zeros(3, k, dtype=layer.dtype))
+    assert np.array_equal(y.double().numpy(), np.tile(bias, (3, 1)))
+
+
+def test_static_codes_end_at_the_largest_number():
+    """x of 464 and more, in units of the scale, is 448 in e4m3 and no NaN."""
+    layer, patterns = filled("fp8_static", 16, 64, dtype=torch.float32, bias=False)
+    patterns |= {"t": F32.encode(np.array(1.0)), "s": F32.encode(np.array(1.0))}
+    layer.set_patterns(patterns)
+    largest = layer(torch.full((1, 64), 448.0))
+    for size in (464.0, 465.0, 1000.0, 3e38, torch.inf):
+        assert torch.equal(layer(torch.full((1, 64), size)), largest)
+        assert torch.equal(layer(torch.full((1, 64), -size)), -largest)
 
 
 @pytest.mark.parametrize("m", [1, 16, 300])
