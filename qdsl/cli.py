@@ -279,14 +279,18 @@ def _list(args: argparse.Namespace) -> int:
 
     schemes = {name: qdsl.load(name) for name in qdsl.shipped()}
     if args.json:
-        rows = {n: {"doc": s.doc, "params": [*s.params], "layouts": [*s.layouts]} for n, s in schemes.items()}
+        rows = {
+            n: {"doc": s.doc, "params": [*s.params], "layouts": [*s.layouts], "phases": [*s.phases]}
+            for n, s in schemes.items()
+        }
         print(json.dumps({"schemes": rows, "targets": {"cpu": CPU_LEVELS, "cuda": GPUS}}, indent=1))
         return 0
     width = max(map(len, schemes))
     print("schemes")
     for name, scheme in schemes.items():
         print(f"  {name.ljust(width)}  {scheme.doc}")
-        print(f"  {' ' * width}  {scheme.bound}; layouts: {', '.join(scheme.layouts) or 'none'}")
+        phases = f"; phases: {', '.join(scheme.phases)}" if scheme.phases else ""
+        print(f"  {' ' * width}  {scheme.bound}; layouts: {', '.join(scheme.layouts) or 'none'}{phases}")
     print(f"targets\n  cpu   {', '.join(CPU_LEVELS)}\n  cuda  {', '.join(GPUS)}")
     return 0
 
@@ -304,14 +308,17 @@ def _describe(scheme: qdsl.Scheme) -> str:
     from qdsl.split import split
 
     lines = [f"{scheme.bound}: {scheme.doc}", f"  {scheme.bits_per_weight():.4g} bits per weight at 4096 x 4096"]
-    lines += ["tensors", *(f"  {t}" for t in scheme.tensors), "equations", f"  w ~ {scheme.weight.decode}"]
-    for a in scheme.activations:
-        phase = f"  ({a.name})" if a.name else ""
+    phases = {a: f"  ({a.name})" if a.name else "" for a in scheme.activations}
+    of_x = [f"  {t}{phase}" for a, phase in phases.items() for t in a.operand.tensors]
+    lines += ["tensors", *(f"  {t}" for t in scheme.weight.tensors), *of_x, *(f"  {t}" for t in scheme.output.tensors)]
+    lines += ["equations", f"  w ~ {scheme.weight.decode}"]
+    for a, phase in phases.items():
         lines += [f"  {t}{phase}" for t in a.transforms]
         lines.append(f"  x ~ {a.operand.decode}{phase}")
     lines += [f"  y = {scheme.output.value}", f"compute {scheme.compute.operand} -> {scheme.compute.accumulator}"]
     lines.append(f"  w: {split(scheme.weight, scheme.compute.operand, 'w')}")
-    lines += [f"  x: {split(a.operand, scheme.compute.operand, 'x')}" for a in scheme.activations]
+    for a in phases:
+        lines.append(f"  x{a.name and f' ({a.name})'}: {split(a.operand, scheme.compute.operand, 'x')}")
     for storage in scheme.layouts.values():
         lines.append(f"layout {storage.name}")
         lines += [f'  {b.tensor}{b.layout} from "{b.source}" ({b.stored})' for b in storage.bindings]

@@ -28,6 +28,11 @@ output act {
     y = acc + b
 }
 
+quantize {
+    s = amax(abs(w)) / 127
+    q = w / s
+}
+
 layout modelslim {
     q    = "weight"             : i8
     s[n] = "weight_scale"[n, 1] : f32
