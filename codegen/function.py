@@ -13,7 +13,8 @@ from tvm.tirx.script import builder as T
 from qdsl.codegen.cuda import overlap
 from qdsl.codegen.plan import Plan
 from qdsl.codegen.tir import decode, dtype_of, i64, load, storage
-from qdsl.scheme import Extent, Gather, Group, Index, Tensor, Var
+from qdsl.scheme import Extent, Free, Gather, Group, Index, Tensor, Var
+from qdsl.transform import passes, result, transformed
 
 THREADS = 128  # of a CUDA block, one piece of work each
 
@@ -29,14 +30,19 @@ class Parameters:
     def element(self, name: str, at: Mapping[str, tirx.Expr]) -> tirx.Expr:
         """The tensor's element for the point `at` (axis name -> position); absent optional tensors read as 0."""
         tensor = self.plan.scheme.tensor(name)
-        index = [self.position(i, at) for i in tensor.held]
-        buffer = self.buffers[name]
+        return self.element_at(tensor, [self.position(i, at) for i in tensor.held])
+
+    def element_at(self, tensor: Tensor, index: list[tirx.Expr]) -> tirx.Expr:
+        """The same for a position on each of the indices that it is held by."""
+        buffer = self.buffers[tensor.name]
         if not tensor.loaded:
             value = buffer[tuple(index)] if index else buffer[0]
             return decoded(tensor, value)
         shape = [self.extent(i) for i in tensor.index]
         value = (
-            load(buffer, self.plan.buffer(name), tensor.dtype, index, shape) if index else decoded(tensor, buffer[0])
+            load(buffer, self.plan.buffer(tensor.name), tensor.dtype, index, shape)
+            if index
+            else decoded(tensor, buffer[0])
         )
         if tensor.optional:
             return T.if_then_else(buffer.shape[0] > i64(0), value, tirx.const(0, dtype_of(value)))
@@ -66,6 +72,8 @@ class Parameters:
                 return self.extent(self.plan.scheme.tensor(tensor).extent)
             case Extent(size):
                 return i64(size)
+            case Free(name):
+                return self.sizes.setdefault(name, tirx.Var(name, "int64"))
         raise AssertionError(f"no extent for {i}")
 
 
@@ -78,8 +86,10 @@ def decoded(tensor: Tensor, value: tirx.Expr) -> tirx.Expr:
 
 @contextmanager
 def open_function(plan: Plan, name: str, args: tuple[str, ...]) -> Iterator[tuple[IRBuilder, Parameters]]:
-    """Open a PrimFunc with one buffer for each argument."""
-    scheme = plan.scheme
+    """Open a PrimFunc with one buffer for each argument.  Who takes x as transforms leave it
+    has it as `x`."""
+    scheme, block = plan.scheme, plan.scheme.activation()
+    made = {p.name: p for p in passes(block.transforms)} if block else {}
     sizes = {a: tirx.Var(a.upper(), "int64") for a in ("m", "n", "k")}
     width = sizes["n"]  # of y
     if scheme.output.half:  # y has a feature for several of the weight
@@ -90,14 +100,21 @@ def open_function(plan: Plan, name: str, args: tuple[str, ...]) -> Iterator[tupl
     with IRBuilder() as builder, T.prim_func(False, plan.target.kind == "cpu", False):
         T.func_name(name)
         T.func_attr({"global_symbol": name, "tirx.noalias": True})
-        handles = {arg: IRBuilder.name(f"{arg}_handle", T.arg(arg, T.handle())) for arg in args}
+        spelled = {arg: arg.replace(".", "_") for arg in args}
+        handles = {arg: IRBuilder.name(f"{s}_handle", T.arg(s, T.handle())) for arg, s in spelled.items()}
         for arg, handle in handles.items():
             if arg in ("x", "y"):
                 shape, dtype = (sizes["m"], sizes["k"] if arg == "x" else width), out
+            elif arg in made:
+                whole = made[arg].contraction.result == result(made[arg].transform)
+                shape = sizes["m"], sizes["k"] if whole else tirx.Var(f"{spelled[arg]}_width", "int64")
+                dtype = "float32"
             else:
                 tensor = scheme.tensor(arg)
                 shape, dtype = buffer_shape(own, tensor)
-            own.buffers[arg] = IRBuilder.name(arg, T.match_buffer(handle, shape, dtype))
+            own.buffers[arg] = IRBuilder.name(spelled[arg], T.match_buffer(handle, shape, dtype))
+        if "x" not in args and (x := transformed(block)) in args:
+            own.buffers["x"] = own.buffers[x]
         yield builder, own
 
 

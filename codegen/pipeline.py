@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from tvm import tirx
@@ -18,9 +19,9 @@ from tvm import tirx
 from qdsl.artifact import MANIFEST
 from qdsl.codegen import cpu, portable
 from qdsl.codegen.cuda import host, main_loop
-from qdsl.codegen.plan import Plan, plan
+from qdsl.codegen.plan import Plan, plans
 from qdsl.codegen.target import target as find_target
-from qdsl.manifest import Manifest, plain_params
+from qdsl.manifest import Buffer, Manifest, Variant, plain_params
 from qdsl.scheme import Scheme
 
 STAGES = ("syntax", "scheme", "plan", "tir", "source", "binary")
@@ -32,19 +33,53 @@ def lower(planned: Plan) -> dict[str, tirx.PrimFunc]:
     return main_loop.lower(planned) if planned.main_loop else portable.lower(planned)
 
 
+def lower_phases(planned: Mapping[str, Plan]) -> dict[str, tirx.PrimFunc]:
+    """The kernels of all phases, by names that tell them apart."""
+    found = {}
+    for phase, own in planned.items():
+        for name, function in lower(own).items():
+            called = _called(phase, name)
+            found[called] = function.with_attr("global_symbol", called) if phase else function
+    return found
+
+
+def _called(phase: str, function: str) -> str:
+    return f"{phase}_{function}" if phase else function
+
+
+def _variants(phase: str, planned: Plan) -> tuple[Variant, ...]:
+    """The plan's variants, their steps called as in the library."""
+    return tuple(
+        replace(v, steps=tuple(replace(s, function=_called(phase, s.function)) for s in v.steps))
+        for v in planned.variants
+    )
+
+
 def emit(scheme: Scheme, kind: str, arch: str, stage: str) -> str:
     """The text of one stage, from "plan" to "source"."""
-    planned = plan(scheme, find_target(kind, arch))
+    planned = plans(scheme, find_target(kind, arch))
     if stage == "plan":
-        return str(planned)
-    functions = lower(planned)
+        return _plan_text(planned)
+    functions = lower_phases(planned)
     if stage == "tir":
         return "\n".join(f.script() for f in functions.values())
-    return _cuda_source(planned, functions) if kind == "cuda" else cpu.emit(functions, planned.target)[1]
+    target = find_target(kind, arch)
+    return _cuda_source(planned, functions) if kind == "cuda" else cpu.emit(functions, target)[1]
 
 
-def _cuda_source(planned: Plan, functions: dict[str, tirx.PrimFunc]) -> str:
-    return host.emit(functions, planned.target, planned.overlapped)
+def _plan_text(planned: Mapping[str, Plan]) -> str:
+    return "\n".join(f"phase {phase}: {own}" if phase else str(own) for phase, own in planned.items())
+
+
+def _buffers(planned: Mapping[str, Plan]) -> tuple[Buffer, ...]:
+    """Of all phases, each tensor once: what they share lies in one way."""
+    return tuple({b.tensor: b for own in planned.values() for b in own.buffers}.values())
+
+
+def _cuda_source(planned: Mapping[str, Plan], functions: dict[str, tirx.PrimFunc]) -> str:
+    any_ = next(iter(planned.values()))
+    assert all(own.overlapped == any_.overlapped for own in planned.values()), "one library, one way to launch"
+    return host.emit(functions, any_.target, any_.overlapped)
 
 
 def compile_into(
@@ -53,32 +88,37 @@ def compile_into(
 ) -> None:  # fmt: skip
     """Compile for every architecture and write the artifact; the manifest comes last, so a directory with one is whole."""
     libraries: dict[str, str] = {}
-    plans: dict[str, Plan] = {}
+    planned: dict[str, dict[str, Plan]] = {}
     for arch in archs:
         report(f"{scheme.bound}: planning for {kind} {arch}")
-        planned = plans[arch] = plan(scheme, find_target(kind, arch))
-        _dump("1-plan.txt", str(planned))
-        functions = lower(planned)
+        target = find_target(kind, arch)
+        planned[arch] = plans(scheme, target)
+        _dump("1-plan.txt", _plan_text(planned[arch]))
+        functions = lower_phases(planned[arch])
         _dump(f"2-tir.{arch}.py", "\n".join(f.script() for f in functions.values()))
         name = f"kernel.{arch}.so"
         report(f"{scheme.bound}: compiling {len(functions)} kernels for {kind} {arch}")
         if kind == "cuda":
             source = directory / f"kernel.{arch}.cu"
-            source.write_text(_cuda_source(planned, functions))
-            host.build(source, directory / name, planned.target)
+            source.write_text(_cuda_source(planned[arch], functions))
+            host.build(source, directory / name, target)
         else:
-            executable, text = cpu.emit(functions, planned.target)
+            executable, text = cpu.emit(functions, target)
             source = directory / f"kernel.{arch}.ll"
             source.write_text(text)
             cpu.build(executable, directory / name)
         _dump(f"3-source.{source.name}", source.read_text())
         libraries[arch] = name
-    planned = plans[archs[-1]]  # the architectures of a kind differ in nothing but their kernels
+    each = [own for found in planned.values() for own in found.values()]
+    limits = [own.max_k for own in each if own.max_k is not None]
     files = sorted(f for f in directory.iterdir() if f.is_file())
     manifest = Manifest(
-        scheme.name, scheme.text, plain_params(scheme), kind, libraries, planned.buffers,
-        {arch: p.variants for arch, p in plans.items()}, {arch: p.table for arch, p in plans.items()}, planned.offset, planned.kept, planned.max_k,
-        tuple(str(n) for n in planned.notes), toolchain,
+        scheme.name, scheme.text, plain_params(scheme), kind, libraries,
+        {arch: _buffers(found) for arch, found in planned.items()},
+        {arch: {phase: _variants(phase, own) for phase, own in found.items()} for arch, found in planned.items()},
+        {arch: {phase: own.table for phase, own in found.items()} for arch, found in planned.items()},
+        max(own.offset for own in each), min((own.kept for own in each if own.kept), default=None), min(limits, default=None),
+        tuple(dict.fromkeys(str(n) for own in each for n in own.notes)), toolchain,
         {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}, digest,
     )  # fmt: skip
     (directory / MANIFEST).write_text(manifest.to_json())

@@ -6,12 +6,13 @@ Every decision is a field of the plan, and `print(plan)` shows all of them.  Not
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from qdsl import transform
 from qdsl.choice import Key, Table, only
 from qdsl.codegen.target import Target
 from qdsl.diagnostic import Diagnostic, TargetError, error
@@ -20,8 +21,9 @@ from qdsl.expr import Binary, Expr, Item, Negate, Number, Ref, evaluate, names, 
 from qdsl.layout import Axis, Digit, Lane, Layout, Run, plain
 from qdsl.manifest import Buffer, Step, Variant
 from qdsl.order import ORDERED, SOURCE, Order
-from qdsl.scheme import Free, Gather, Group, Scheme, Tensor, Var
+from qdsl.scheme import Gather, Group, Scheme, Tensor, Var
 from qdsl.split import Split, split
+from qdsl.transform import passes, transformed
 
 if TYPE_CHECKING:
     from qdsl.codegen.cuda.weight import Weight
@@ -93,6 +95,7 @@ class Plan:
     kept: int | None  # bits below its largest term that the multiplier keeps of a sum (None: a float32, or all)
     max_k: int | None
     notes: tuple[Diagnostic, ...]
+    beside_overlapped: bool = False  # in the library of another phase whose kernels overlap
 
     def buffer(self, name: str) -> Buffer:
         return next(b for b in self.buffers if b.tensor == name)
@@ -100,7 +103,7 @@ class Plan:
     @property
     def overlapped(self) -> bool:
         """Whether kernels are launched before their predecessors have ended, and wait for them (`cuda.overlap`)."""
-        return self.main_loop is not None and self.target.dependent_launch
+        return (self.main_loop is not None or self.beside_overlapped) and self.target.dependent_launch
 
     def __str__(self) -> str:
         compute = self.scheme.compute
@@ -121,8 +124,27 @@ class Plan:
         return "\n".join([*lines, *(str(note) for note in self.notes)])
 
 
-def plan(scheme: Scheme, target: Target) -> Plan:
-    """Decide everything; raises TargetError for what this code generator can't do yet."""
+def plans(scheme: Scheme, target: Target) -> dict[str, Plan]:
+    """The plan of every phase by its name; of a scheme without phases, one by the name "".
+
+    A weight lies in one way for all of them: as the kernels of the first phase that has some of its own want it. Another
+    phase, if it has other wishes, is served by the portable loop nest.
+    """
+    found = {name: plan(scheme.in_phase(name), target) for name in scheme.phases or ("",)}
+    first = next((p for p in found.values() if p.main_loop), None)
+    if first is None or len(found) == 1:
+        return found
+    held = {b.tensor: b for b in first.buffers}
+    again = {name: plan(scheme.in_phase(name), target, held) for name in found}
+    return {name: replace(p, beside_overlapped=True) for name, p in again.items()}
+
+
+def plan(scheme: Scheme, target: Target, held: Mapping[str, Buffer] | None = None) -> Plan:
+    """Decide everything about a scheme of one phase; raises TargetError for what this code generator can't do yet.
+
+    held   how tensors lie that kernels of another phase take as well
+    """
+    assert not scheme.phases, "`plans` is for schemes with phases"
     _refuse_unsupported(scheme, target)
     activation = scheme.activation()
     compute = scheme.compute
@@ -130,13 +152,15 @@ def plan(scheme: Scheme, target: Target) -> Plan:
     x_split = split(activation.operand, compute.operand, "x") if activation else _identity(compute.operand)
     assert isinstance(weight, Split) and isinstance(x_split, Split), "checked schemes split"
     loop = _byte_loop(scheme, weight, x_split, target) if activation else _main_loop(scheme, weight, target)
+    buffers = tuple(_buffer(t, scheme, target, loop) for t in scheme.tensors if t.loaded)
+    if held and any(held.get(b.tensor, b) != b for b in buffers):
+        loop, buffers = None, tuple(held.get(b.tensor, b) for b in buffers)
     multiply, notes = _multiply(scheme, target) if loop is None else (compute.operand, ())
     step = _step(scheme, weight, x_split)
-    buffers = tuple(_buffer(t, scheme, target, loop) for t in scheme.tensors if t.loaded)
-    loaded = [b.tensor for b in buffers]
+    loaded = [b.tensor for b in buffers if b.tensor not in transform_only(scheme)]
     computed = [t for t in activation.operand.tensors if not t.loaded] if activation else []
-    quantize = _quantize(scheme, target, computed)
-    given = (*(["x"] if "x" in names(x_split.core) else []), *(t.name for t in computed))
+    quantize = (*transform_steps(scheme), *_quantize(scheme, target, computed))
+    given = (*([transformed(activation)] if "x" in names(x_split.core) else []), *(t.name for t in computed))
     portable = Step("linear", (*given, *loaded, "y"))
     if loop is not None:
         variants, table = _main_loop_variants(scheme, target, loop, (*quantize, portable) if activation else ())
@@ -155,8 +179,9 @@ def _quantize(scheme: Scheme, target: Target, computed: Sequence[Tensor]) -> tup
         from qdsl.codegen.cuda import quantize
 
         if computed and quantize.supported(scheme):
-            loaded = [t.name for t in scheme.activation().operand.loaded]
-            return (Step("quantize", ("x", *loaded, *(t.name for t in computed))),)
+            activation, left_out = scheme.activation(), transform_only(scheme)
+            loaded = [t.name for t in activation.operand.loaded if t.name not in left_out]
+            return (Step("quantize", (transformed(activation), *loaded, *(t.name for t in computed))),)
     return tuple(Step(f"quantize_{t.name}", quantize_args(scheme, t)) for t in computed)
 
 
@@ -170,7 +195,30 @@ def quantize_args(scheme: Scheme, tensor: Tensor) -> tuple[str, ...]:
             break
         before.append(t.name)
     loaded_after = [t.name for t in activation.operand.loaded if t.name not in before]
-    return ("x", *before, *loaded_after, tensor.name)
+    left_out = transform_only(scheme)
+    given = (name for name in (*before, *loaded_after) if name not in left_out)
+    return (transformed(activation), *given, tensor.name)
+
+
+def transform_steps(scheme: Scheme) -> tuple[Step, ...]:
+    """What turns x into the x that is quantized: a step for each contraction.  All take the transform's own x and every
+    tensor of it, whose shapes give the extents of digits."""
+    activation = scheme.activation()
+    found = []
+    for at, p in enumerate(passes(activation.transforms) if activation else (), 1):
+        args = dict.fromkeys((p.x, p.source, *transform.loaded(p.transform), p.name))
+        found.append(Step(f"transform_{at}", tuple(args)))
+    return tuple(found)
+
+
+def transform_only(scheme: Scheme) -> set[str]:
+    """The tensors that nothing but transforms of x reads."""
+    activation = scheme.activation()
+    if activation is None:
+        return set()
+    equations = [activation.operand.decode, *(t.value for t in activation.operand.tensors if isinstance(t.value, Expr))]
+    used = {name for e in equations for name in names(e)}
+    return {name for t in activation.transforms for name in transform.loaded(t)} - used
 
 
 def _refuse_unsupported(scheme: Scheme, target: Target) -> None:
@@ -179,8 +227,6 @@ def _refuse_unsupported(scheme: Scheme, target: Target) -> None:
 
     if scheme.experts:
         refuse("a stack of experts (index `e`)", scheme.code.span)
-    if scheme.phases:
-        refuse("a scheme with named activation phases", scheme.activations[0].operand.tensors[0].span)
     for t in scheme.output.tensors:
         if scheme.output.half and Var("n") in t.index:
             refuse(
@@ -188,12 +234,6 @@ def _refuse_unsupported(scheme: Scheme, target: Target) -> None:
                 t.span,
                 "leave it out: nothing says which part it is for",
             )
-    for activation in scheme.activations:
-        if activation.transforms:
-            refuse("a transform of x", activation.transforms[0].value.span)
-    for t in scheme.tensors:
-        if any(isinstance(i, Free) for i in t.index):
-            refuse(f"`{t.name}`, whose extents come from the checkpoint,", t.span)
 
 
 def _identity(compute: DType) -> Split:

@@ -21,7 +21,7 @@ import numpy as np
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from qdsl.codegen import quantize
+from qdsl.codegen import quantize, transform
 from qdsl.codegen.function import Parameters, decoded, each, local, open_function, store
 from qdsl.codegen.plan import VECTOR, Plan, code_values, vector_features
 from qdsl.codegen.tir import as_float, dtype_of, encode, f32, i64, load_bits, translate
@@ -34,7 +34,7 @@ ROWS = 4  # tokens that share a decoded weight
 def lower(plan: Plan) -> dict[str, tirx.PrimFunc]:
     """One PrimFunc for each step of the portable variant."""
     steps = {s.function: s.args for v in plan.variants for s in v.steps}
-    return {**quantize.lower(plan, steps), "linear": _linear(plan, steps["linear"])}
+    return {**transform.lower(plan), **quantize.lower(plan, steps), "linear": _linear(plan, steps["linear"])}
 
 
 @dataclass

@@ -182,6 +182,8 @@ def translate(e: Expr, look: Look) -> tirx.Expr:
                 return divide(as_float(value(left)), as_float(value(right)))
             case Binary(op, left, right):
                 return _OPERATORS[op](*both(value(left), value(right)))
+            case Call("floor" | "ceil" as name, (Call("log2", (arg,)),)):
+                return whole_log2(name, as_float(value(arg)))
             case Call(name, args) if name in _FUNCTIONS:
                 return _FUNCTIONS[name](*map(as_float, map(value, args)))
             case Call("min" | "max" as name, args):
@@ -206,6 +208,18 @@ def divide(a: tirx.Expr, b: tirx.Expr) -> tirx.Expr:
     if isinstance(b, tirx.FloatImm) and b.value != 0:
         return a / b
     return T.if_then_else((a == f32(0)) & (b == f32(0)), f32(0), a / b)
+
+
+def whole_log2(rounding: str, value: tirx.Expr) -> tirx.Expr:
+    """The "floor" or "ceil" of log2(value), read off the exponent: exact, as a rounded log2 next to a power of two is
+    not."""
+    tiny = value < f32(2.0**-126)  # subnormal
+    bits = bits_of(T.if_then_else(tiny, value * f32(2.0**64), value))
+    exponent = T.cast(bits >> u32(23), "int32") - T.if_then_else(tiny, i32(127 + 64), i32(127))
+    if rounding == "ceil":
+        exponent = exponent + T.cast((bits & u32(0x7FFFFF)) != u32(0), "int32")
+    regular = (value > f32(0)) & (value < f32(float("inf")))
+    return T.if_then_else(regular, T.cast(exponent, "float32"), T.log2(value))
 
 
 def _sigmoid(x: tirx.Expr) -> tirx.Expr:

@@ -52,16 +52,20 @@ class Artifact:
         m = self.manifest
         args = ", ".join(f"{k}={v}" for k, v in m.params.items())
         lines = [f"{m.scheme}({args}) for {m.kind}: {', '.join(f'{a} in {f}' for a, f in m.libraries.items())}"]
-        lines += [f"  {b.tensor}{b.layout} in {b.dtype}" for b in m.buffers]
-        for arch, variants in m.variants.items():
-            lines += [f"  {arch}", *(f"    {variant}" for variant in variants)]
-            lines += [f"    {line}" for line in m.tables[arch].lines() if len(variants) > 1]
+        for buffers in dict.fromkeys(m.buffers.values()):
+            lines.append(f"  layouts for {', '.join(arch for arch, held in m.buffers.items() if held == buffers)}")
+            lines += [f"    {b.tensor}{b.layout} in {b.dtype}" for b in buffers]
+        for arch, phases in m.variants.items():
+            for phase, variants in phases.items():
+                lines += [f"  {arch}{phase and f', phase {phase}'}", *(f"    {variant}" for variant in variants)]
+                lines += [f"    {line}" for line in m.tables[arch][phase].lines() if len(variants) > 1]
         return "\n".join([*lines, *(f"  {note}" for note in m.notes)])
 
 
-def with_table(artifact: Artifact, arch: str, table: Table) -> Artifact:
+def with_table(artifact: Artifact, arch: str, table: Table, phase: str = "") -> Artifact:
     """The artifact with another table of choices: its manifest is replaced as a whole, the files it vouches for stay."""
-    manifest = replace(artifact.manifest, tables={**artifact.manifest.tables, arch: table})
+    tables = artifact.manifest.tables
+    manifest = replace(artifact.manifest, tables={**tables, arch: {**tables[arch], phase: table}})
     aside = artifact.path / f".{MANIFEST}.{os.getpid()}"
     try:
         aside.write_text(manifest.to_json(), encoding="utf-8")

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from qdsl import syntax as ast
+from qdsl import transform
 from qdsl.diagnostic import did_you_mean
 from qdsl.dtype import DType
 from qdsl.expr import Binary, Call, Digits, Expr, Item, Number, Ref
@@ -207,7 +208,25 @@ class Declarations:
             self.reports.fail(
                 "bad-transform", what, eq.value.span, "`sum(…)` runs over the digits that the left side lacks"
             )
-        return Transform(places, eq.value)
+        return self._sized(Transform(places, eq.value), eq)
+
+    def _sized(self, found: Transform, eq: ast.Equation) -> Transform:
+        """The transform, if the extents of all its digits follow from its tensors."""
+        parts = transform.factors(found)
+        (x,) = (f for f in parts if f.name == "x")
+        if x.index[0] != ("m",) or any("m" in (f.digits[1:] if f is x else f.digits) for f in parts):
+            self.reports.fail("bad-transform", "a transform treats every token alike", eq.value.span,
+                              "m is the first index of x, and of nothing else")  # fmt: skip
+        for digits in (x.digits, ("m", *transform.result(found))):
+            if twice := [d for d in digits if digits.count(d) > 1]:
+                self.reports.fail("bad-transform", f"`{twice[0]}` stands for two digits of x", eq.span,
+                                  "give each a name of its own")  # fmt: skip
+        try:
+            transform.solved(found)
+        except ValueError as problem:
+            self.reports.fail("bad-transform", str(problem), eq.value.span,
+                              "a loaded tensor has it as an index, or it is what one index of x leaves")  # fmt: skip
+        return found
 
     def _transform_digits(self, factor: Expr) -> set[str]:
         """The digits of one indexed tensor of a transform."""

@@ -102,6 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     _target_arguments(p)
     p.add_argument("--shapes", type=shapes, default=((4096, 4096),), metavar="KxN,…", help="default 4096x4096")
     p.add_argument("--m", dest="tokens", type=tokens, default=(1, 16, 64), metavar="M,…", help="default 1,16,64")
+    p.add_argument("--phase", default="", metavar="NAME", help="of a scheme that has several (default: the first)")
     p.add_argument("--bandwidth", type=_positive, metavar="GB/s", help="of the floor (default: measured here)")
     p.add_argument("--flops", type=_positive, metavar="TFLOP/s", help="of the floor (default: measured here)")
     p.add_argument("--json", action="store_true", help="print the results file instead of a table")
@@ -278,14 +279,18 @@ def _list(args: argparse.Namespace) -> int:
 
     schemes = {name: qdsl.load(name) for name in qdsl.shipped()}
     if args.json:
-        rows = {n: {"doc": s.doc, "params": [*s.params], "layouts": [*s.layouts]} for n, s in schemes.items()}
+        rows = {
+            n: {"doc": s.doc, "params": [*s.params], "layouts": [*s.layouts], "phases": [*s.phases]}
+            for n, s in schemes.items()
+        }
         print(json.dumps({"schemes": rows, "targets": {"cpu": CPU_LEVELS, "cuda": GPUS}}, indent=1))
         return 0
     width = max(map(len, schemes))
     print("schemes")
     for name, scheme in schemes.items():
         print(f"  {name.ljust(width)}  {scheme.doc}")
-        print(f"  {' ' * width}  {scheme.bound}; layouts: {', '.join(scheme.layouts) or 'none'}")
+        phases = f"; phases: {', '.join(scheme.phases)}" if scheme.phases else ""
+        print(f"  {' ' * width}  {scheme.bound}; layouts: {', '.join(scheme.layouts) or 'none'}{phases}")
     print(f"targets\n  cpu   {', '.join(CPU_LEVELS)}\n  cuda  {', '.join(GPUS)}")
     return 0
 
@@ -303,11 +308,17 @@ def _describe(scheme: qdsl.Scheme) -> str:
     from qdsl.split import split
 
     lines = [f"{scheme.bound}: {scheme.doc}", f"  {scheme.bits_per_weight():.4g} bits per weight at 4096 x 4096"]
-    lines += ["tensors", *(f"  {t}" for t in scheme.tensors), "equations", f"  w ~ {scheme.weight.decode}"]
-    lines += [f"  x ~ {a.operand.decode}{f'  ({a.name})' if a.name else ''}" for a in scheme.activations]
+    phases = {a: f"  ({a.name})" if a.name else "" for a in scheme.activations}
+    of_x = [f"  {t}{phase}" for a, phase in phases.items() for t in a.operand.tensors]
+    lines += ["tensors", *(f"  {t}" for t in scheme.weight.tensors), *of_x, *(f"  {t}" for t in scheme.output.tensors)]
+    lines += ["equations", f"  w ~ {scheme.weight.decode}"]
+    for a, phase in phases.items():
+        lines += [f"  {t}{phase}" for t in a.transforms]
+        lines.append(f"  x ~ {a.operand.decode}{phase}")
     lines += [f"  y = {scheme.output.value}", f"compute {scheme.compute.operand} -> {scheme.compute.accumulator}"]
     lines.append(f"  w: {split(scheme.weight, scheme.compute.operand, 'w')}")
-    lines += [f"  x: {split(a.operand, scheme.compute.operand, 'x')}" for a in scheme.activations]
+    for a in phases:
+        lines.append(f"  x{a.name and f' ({a.name})'}: {split(a.operand, scheme.compute.operand, 'x')}")
     for storage in scheme.layouts.values():
         lines.append(f"layout {storage.name}")
         lines += [f'  {b.tensor}{b.layout} from "{b.source}" ({b.stored})' for b in storage.bindings]
@@ -349,7 +360,7 @@ def _bench(args: argparse.Namespace) -> int:
 
     bandwidth = args.bandwidth and args.bandwidth * 1e9
     operations = args.flops and args.flops * 1e12
-    bench = Bench(scheme, args.target, args.archs, args.shapes, args.tokens, bandwidth, operations)
+    bench = Bench(scheme, args.target, args.archs, args.shapes, args.tokens, bandwidth, operations, args.phase)
     if not args.json:
         print(f"{bench}\n{HEADER}", flush=True)
     rows = []
@@ -395,9 +406,10 @@ def _tune(args: argparse.Namespace) -> int:
             arch, kept[tuned.table.key] = tuned.arch, tuned.table
             if args.out:
                 _replace(args.out, tables_to_json(list(kept.values())))
-            with_table(tuned.artifact, tuned.arch, tuned.table)
+            # as it is now: the tables of other phases may be new
+            with_table(qdsl.open_artifact(tuned.artifact.path), tuned.arch, tuned.table, tuned.phase)
         if not args.json:
-            print(f"{tuned.artifact.path}: {tuned.table or 'one variant, nothing to choose'}", flush=True)
+            print(tuned, flush=True)
     if args.json:
         print(json.dumps(records, indent=1))
     return 0

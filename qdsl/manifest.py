@@ -82,9 +82,11 @@ class Manifest:
     params: Mapping[str, int | str]
     kind: str  # "cpu" or "cuda"
     libraries: Mapping[str, str]  # architecture -> file
-    buffers: tuple[Buffer, ...]
-    variants: Mapping[str, tuple[Variant, ...]]  # architecture -> its kernels
-    tables: Mapping[str, Table]  # architecture -> which of them serves what
+    buffers: Mapping[str, tuple[Buffer, ...]]  # architecture -> how its kernels take tensors
+    variants: Mapping[
+        str, Mapping[str, tuple[Variant, ...]]
+    ]  # architecture -> phase ("" where there is one) -> kernels
+    tables: Mapping[str, Mapping[str, Table]]  # architecture -> phase -> which of them serves what
     offset: float  # what a bit trick leaves in each code until its group is corrected (0: nothing)
     kept: int | None  # bits below its largest term that the multiplier keeps of a sum (None: a float32, or all)
     max_k: int | None  # inputs beyond which an integer sum could overflow
@@ -93,37 +95,34 @@ class Manifest:
     digests: Mapping[str, str]  # file -> sha256
     digest: str  # of everything that went into the compilation
 
-    def buffer(self, name: str) -> Buffer:
-        return next(b for b in self.buffers if b.tensor == name)
-
-    @property
-    def order(self) -> Order | None:
+    def order(self, arch: str) -> Order | None:
         """The order of inputs that the kernels take."""
-        return next((b.order for b in self.buffers if b.order), None)
+        return next((b.order for b in self.buffers[arch] if b.order), None)
 
-    def variant(self, arch: str, name: str) -> Variant:
-        return next(v for v in self.variants[arch] if v.name == name)
+    def variant(self, arch: str, name: str, phase: str = "") -> Variant:
+        return next(v for v in self.variants[arch][phase] if v.name == name)
 
-    def choose(self, arch: str, m: int, n: int, k: int) -> Variant:
+    def choose(self, arch: str, m: int, n: int, k: int, phase: str = "") -> Variant:
         """The variant that serves m tokens of an [n, k] weight."""
-        return self.variant(arch, at(self.limits(arch, n, k), m))
+        return self.variant(arch, at(self.limits(arch, n, k, phase), m), phase)
 
-    def limits(self, arch: str, n: int, k: int) -> Limits:
+    def limits(self, arch: str, n: int, k: int, phase: str = "") -> Limits:
         """Up to how many tokens which variant serves an [n, k] weight."""
-        return self.tables[arch].limits(n, k, self.legal(arch, k))
+        return self.tables[arch][phase].limits(n, k, self.legal(arch, k, phase))
 
-    def limits_of_one_order(self, arch: str, n: int, k: int) -> Limits:
+    def limits_of_one_order(self, arch: str, n: int, k: int, phase: str = "") -> Limits:
         """The same where the bits of a row must not depend on how many rows there are."""
-        return self.tables[arch].limits_of_one_order(n, k, self.legal(arch, k))
+        return self.tables[arch][phase].limits_of_one_order(n, k, self.legal(arch, k, phase))
 
-    def legal(self, arch: str, k: int) -> set[str]:
+    def legal(self, arch: str, k: int, phase: str = "") -> set[str]:
         """The variants that are right for k inputs."""
-        return {v.name for v in self.variants[arch] if k % v.k_multiple == 0}
+        return {v.name for v in self.variants[arch][phase] if k % v.k_multiple == 0}
 
     def to_json(self) -> str:
         data = asdict(self)
-        for entry, buffer in zip(data["buffers"], self.buffers, strict=True):
-            entry["line"] = f"{buffer.tensor}{buffer.layout}"
+        for arch, buffers in self.buffers.items():
+            for entry, buffer in zip(data["buffers"][arch], buffers, strict=True):
+                entry["line"] = f"{buffer.tensor}{buffer.layout}"
         return json.dumps({"format": FORMAT, **data}, indent=1) + "\n"
 
     @staticmethod
@@ -132,15 +131,25 @@ class Manifest:
         data = json.loads(text)
         if not isinstance(data, dict) or data.pop("format") != FORMAT:
             raise ValueError(f"not a manifest of format {FORMAT}")
-        for name in ("params", "libraries", "toolchain", "digests"):
+        for name in ("params", "libraries", "buffers", "toolchain", "digests"):
             if not isinstance(data[name], dict):
                 raise TypeError(f"`{name}` is not an object")
-        data["buffers"] = tuple(map(buffer_from_json, data["buffers"]))
-        data["variants"] = {arch: tuple(map(_variant, vs)) for arch, vs in data["variants"].items()}
-        data["tables"] = {arch: Table.from_data(table) for arch, table in data["tables"].items()}
-        for arch, variants in data["variants"].items():
-            if found := data["tables"][arch].problems(variants):
-                raise ValueError(f"the table of {arch}: {found[0]}")
+        for name in ("variants", "tables"):
+            if not isinstance(data[name], dict) or not all(isinstance(by, dict) for by in data[name].values()):
+                raise TypeError(f"`{name}` is not an object of objects")
+        data["buffers"] = {arch: tuple(map(buffer_from_json, held)) for arch, held in data["buffers"].items()}
+        data["variants"] = {
+            arch: {phase: tuple(map(_variant, vs)) for phase, vs in phases.items()}
+            for arch, phases in data["variants"].items()
+        }
+        data["tables"] = {
+            arch: {phase: Table.from_data(table) for phase, table in phases.items()}
+            for arch, phases in data["tables"].items()
+        }
+        for arch, phases in data["variants"].items():
+            for phase, variants in phases.items():
+                if found := data["tables"][arch][phase].problems(variants):
+                    raise ValueError(f"the table of {' '.join(filter(None, (arch, phase)))}: {found[0]}")
         data["notes"] = tuple(data["notes"])
         return Manifest(**data)
 

@@ -7,14 +7,16 @@ name.  `linear` also returns an error bound derived from the declared types, so 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 
+from qdsl import transform
 from qdsl.dtype import F32, DType
-from qdsl.expr import REDUCTIONS, Binary, Call, Digits, Expr, Item, Negate, Ref, evaluate, names
-from qdsl.scheme import AXES, Free, Gather, Group, Index, Operand, Scheme, Tensor, Transform, Var
+from qdsl.expr import REDUCTIONS, Binary, Call, Expr, Item, Negate, Ref, evaluate, names, substitute
+from qdsl.scheme import AXES, Activation, Extent, Free, Gather, Group, Index, Operand, Scheme, Tensor, Transform, Var
 from qdsl.split import Split, split
 
 Patterns = Mapping[str, np.ndarray]
@@ -36,7 +38,7 @@ class _Axes:
                 self.values[tensor.name] = tensor.dtype.round(np.array(tensor.value))
             elif tensor.name in patterns and tensor.dtype.kind != "index":
                 decoded = tensor.dtype.decode(patterns[tensor.name])
-                free = tensor.role == "table" or any(isinstance(i, Free) for i in tensor.index)
+                free = tensor.role == "table" or any(isinstance(i, Free | Extent) for i in tensor.index)
                 self.values[tensor.name] = decoded if free else self.expand(tensor.index, decoded)
 
     def expand(self, index: tuple[Index, ...], array: np.ndarray) -> np.ndarray:
@@ -143,6 +145,28 @@ def quantize(scheme: Scheme, weight: np.ndarray, index: Patterns | None = None) 
 
 
 # ---- activations -------------------------------------------------------------------------------------------------
+REDUCED = "x.reduced"  # x as reductions see it: apart from x where its error moves the two on their own
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """x [m, k] after the transforms, and how far the x of a kernel, which computes them in float32, may be from it."""
+
+    x: np.ndarray
+    error: np.ndarray
+
+    def moved(self) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+        """(x, x as reductions see it) at the ends of what a kernel may have: every element up or down; what is reduced
+        up, down, away from zero or towards it."""
+        if not self.error.any():
+            yield self.x, self.x
+            return
+        size, sign = np.abs(self.x), np.sign(self.x)
+        ends = (self.x + self.error, self.x - self.error)
+        outward, inward = sign * (size + self.error), sign * np.maximum(size - self.error, 0)
+        yield from itertools.product(ends, (*ends, outward, inward))
+
+
 def activate(
     scheme: Scheme, x: np.ndarray, patterns: Patterns, phase: str = "", nudges: Sequence[float] = ()
 ) -> tuple[np.ndarray, dict[str, np.ndarray]]:
@@ -151,53 +175,100 @@ def activate(
     `nudges` multiply the computed tensors, in order, by 1 + nudge before they round: how far a result can move when a
     kernel's arithmetic is off by that much, which matters next to ties.
     """
-    block = scheme.activation(phase)
+    scheme = scheme.in_phase(phase)
+    block, patterns = scheme.activation(), _loaded(scheme, patterns)
     if block is None:
         return np.asarray(x, np.float64), {}
-    for transform in block.transforms:
-        x = apply_transform(transform, x, {t.name: t.dtype.decode(patterns[t.name]) for t in block.operand.loaded})
+    found = _transformed(block, x, patterns).x
+    return _quantized(scheme, block, found, found, patterns, nudges)
+
+
+def _loaded(scheme: Scheme, patterns: Patterns) -> Patterns:
+    """Without those of other phases, which may compute what this one loads."""
+    return {t.name: patterns[t.name] for t in scheme.tensors if t.loaded and t.name in patterns}
+
+
+def _quantized(
+    scheme: Scheme, block: Activation, x: np.ndarray, reduced: np.ndarray, patterns: Patterns,
+    nudges: Sequence[float] = (),
+) -> tuple[np.ndarray, dict[str, np.ndarray]]:  # fmt: skip
+    """The same for an x that is transformed already; `reduced` is x as reductions see it."""
     sizes = {"e": 1, "m": x.shape[0], "n": 1, "k": x.shape[1]}
     axes = _Axes(scheme, sizes, {t.name: patterns[t.name] for t in block.operand.loaded})
-    axes.values["x"] = np.asarray(x, np.float64)[None, :, None, :]
+    axes.values["x"], axes.values[REDUCED] = x[None, :, None, :], reduced[None, :, None, :]
     computed: dict[str, np.ndarray] = {}
     for tensor in block.operand.tensors:
         if isinstance(tensor.value, Expr):
             nudge = nudges[len(computed)] if nudges else 0.0
-            value = axes.collapse(tensor, axes.evaluate(tensor.value, tensor.index)) * (1 + nudge)
+            value = axes.collapse(tensor, axes.evaluate(_apart(tensor.value), tensor.index)) * (1 + nudge)
             computed[tensor.name] = tensor.dtype.encode(value)
             axes.values[tensor.name] = axes.expand(tensor.index, tensor.dtype.decode(computed[tensor.name]))
     value = axes.evaluate(block.operand.decode)
     return np.broadcast_to(value, (1, x.shape[0], 1, x.shape[1]))[0, :, 0, :], computed
 
 
-def apply_transform(transform: Transform, x: np.ndarray, values: Mapping[str, np.ndarray]) -> np.ndarray:
-    """x after one transform: a product of tensors over named digits, summed over those the left side lacks."""
-    places = [p if isinstance(p, tuple) else (p,) for p in transform.places]
-    extent: dict[str, int] = {"m": x.shape[0], "k": x.shape[1]}
-    factors = [(x if name == "x" else values[name], args) for name, args in _product_items(transform.value)]
-    for array, args in sorted(factors, key=lambda f: any(len(a) > 1 for a in f[1])):  # whole indices fix the extents
-        for size, digits in zip(array.shape, args, strict=True):
-            known = int(np.prod([extent[d] for d in digits if d in extent]))
-            extent.update({d: size // known for d in digits if d not in extent})
+def _apart(e: Expr) -> Expr:
+    """The expression with a name of its own for the x that is reduced."""
+    if isinstance(e, Call) and e.name in REDUCTIONS:
+        return substitute(e, {"x": Ref(REDUCED)})
+    return e.map(_apart)
+
+
+def _slack(
+    scheme: Scheme, block: Activation, inputs: _Inputs, patterns: Patterns, a: np.ndarray, computed: int
+) -> np.ndarray:
+    """How far a kernel's quantized activation may be from `a`, element by element.
+
+    Its scales and codes are computed in float32, from an x whose transforms are sums in float32: next to a tie a code is
+    the neighbour, and next to a power of two so is a scale that is one.
+    """
+    slack = np.zeros_like(a)
+    for x, reduced in inputs.moved():
+        for nudges in itertools.product((-4 * F32.unit, 4 * F32.unit), repeat=computed):
+            moved, _ = _quantized(scheme, block, x, reduced, patterns, nudges)
+            slack = np.maximum(slack, np.abs(moved - a))
+    # Between two ends a code may keep its value while the scale has moved, by no more than the largest error of a row.
+    return slack + inputs.error.max(axis=1, initial=0.0, keepdims=True)
+
+
+# ---- transforms --------------------------------------------------------------------------------------------------
+def _transformed(block: Activation, x: np.ndarray, patterns: Patterns) -> _Inputs:
+    x = np.asarray(x, np.float64)
+    error = np.zeros_like(x)
+    values = {t.name: t.dtype.decode(patterns[t.name]) for t in block.operand.loaded}
+    for t in block.transforms:
+        sizes = {name: np.abs(value) for name, value in values.items()}
+        with np.errstate(invalid="ignore", over="ignore"):
+            terms = apply_transform(t, np.abs(x), sizes)
+            error = apply_transform(t, error, sizes) + _transform_roundings(t, x, values) * F32.unit * terms
+            x = apply_transform(t, x, values)
+    return _Inputs(x, error)
+
+
+def _transform_roundings(t: Transform, x: np.ndarray, values: Mapping[str, np.ndarray]) -> float:
+    """How often a term rounds on its way through the contractions: in every product, and in sums as a random walk at
+    twice its standard deviation, or where they are short, in every addition."""
+    size = transform.extents(t, {"x": x.shape, **{name: v.shape for name, v in values.items()}})
+    count = 0.0
+    for c in transform.contractions(t):
+        terms = math.prod(size[d] for d in c.summed)
+        count += len(c.factors) + (min(terms, 8 + 2 * math.sqrt(terms)) if terms > 1 else 0)
+    return count
+
+
+def apply_transform(t: Transform, x: np.ndarray, values: Mapping[str, np.ndarray]) -> np.ndarray:
+    """x [m, k] after one transform: a product of tensors over named digits, summed over those the left side lacks.
+
+    values   the loaded tensors, in their logical shapes; raises ValueError where these disagree
+    """
+    arrays = {"x": x, **values}
+    extent = {"m": x.shape[0], **transform.extents(t, {name: a.shape for name, a in arrays.items()})}
     letter = {d: chr(97 + at) for at, d in enumerate(extent)}
-    spelled = [[d for digits in args for d in digits] for _, args in factors]
-    out = [d for digits in places for d in digits]
-    spec = ",".join("".join(letter[d] for d in digits) for digits in spelled) + "->" + "".join(letter[d] for d in out)
-    arrays = [a.reshape([extent[d] for d in digits]) for (a, _), digits in zip(factors, spelled, strict=True)]
-    return np.einsum(spec, *arrays, optimize=True).reshape(x.shape[0], -1)
-
-
-def _product_items(e: Expr) -> list[tuple[str, tuple[tuple[str, ...], ...]]]:
-    """The tensors of a product, each with the digits of each of its indices."""
-    match e:
-        case Call("sum", (arg,)):
-            return _product_items(arg)
-        case Binary("*", left, right):
-            return _product_items(left) + _product_items(right)
-        case Item(name, args):
-            return [(name, tuple(a.names if isinstance(a, Digits) else (a.name,) for a in args))]
-        case _:
-            raise ValueError(f"`{e}` is not a product of indexed tensors, the only form a transform of x can have")
+    found = transform.factors(t)
+    spec = ",".join("".join(letter[d] for d in f.digits) for f in found)
+    spec += "->" + "".join(letter[d] for d in ("m", *transform.result(t)))
+    split = [arrays[f.name].reshape([extent[d] for d in f.digits]) for f in found]
+    return np.einsum(spec, *split, optimize=True).reshape(x.shape)
 
 
 # ---- the layer ---------------------------------------------------------------------------------------------------
@@ -230,16 +301,17 @@ def linear(
     `kept` is how many bits below its largest term the multiplier keeps of a sum, if it is not a float32 (`_short_sums`).
     `expert` chooses one of a stack.
     """
-    k = x.shape[1]
+    scheme, k = scheme.in_phase(phase), x.shape[1]
+    patterns = _loaded(scheme, patterns)
     w = decode_weight(scheme, patterns, n, k)
     w = w[expert] if scheme.experts else w
-    block = scheme.activation(phase)
-    a, computed = activate(scheme, x, patterns, phase)
-    slack = np.zeros_like(a)
-    if block is not None:
-        for nudges in itertools.product((-4 * F32.unit, 4 * F32.unit), repeat=len(computed)):
-            moved, _ = activate(scheme, x, patterns, phase, nudges)
-            slack = np.maximum(slack, np.abs(moved - a))
+    block = scheme.activation()
+    if block is None:
+        a, computed, slack = np.asarray(x, np.float64), {}, np.zeros(x.shape)
+    else:
+        inputs = _transformed(block, x, patterns)
+        a, computed = _quantized(scheme, block, inputs.x, inputs.x, patterns)
+        slack = _slack(scheme, block, inputs, patterns, a, len(computed))
     with np.errstate(invalid="ignore", over="ignore"):
         acc = a @ w.T
         terms = np.abs(a) @ np.abs(w).T
@@ -248,6 +320,8 @@ def linear(
         roundings = _roundings(scheme.weight, compute, "w") + (
             _roundings(block.operand, compute, "x") if block else _loses(scheme.output.dtype, compute)
         )
+        if block and block.transforms and "x" in names(block.operand.decode):  # what was exact in its type is no more
+            roundings += _loses(F32, compute)
         error = error + roundings * compute.unit * terms
         unit = total.unit if total.is_float else 0.0
         steps = (8 + 2 * np.sqrt(k)) * unit + 8 * F32.unit
@@ -368,20 +442,17 @@ def _factor(scheme: Scheme, patterns: Patterns, n: int, k: int) -> np.ndarray:
 
 # ---- data for tests ----------------------------------------------------------------------------------------------
 def random_patterns(
-    scheme: Scheme,
-    rng: np.random.Generator,
-    n: int,
-    k: int,
-    *,
-    phase: str = "",
-    experts: int = 1,
-    free: Mapping[str, int] | None = None,
+    scheme: Scheme, rng: np.random.Generator, n: int, k: int, *, experts: int = 1, free: Mapping[str, int] | None = None
 ) -> dict[str, np.ndarray]:
     """Random bit patterns of every stored tensor: all codes occur, neighbouring groups' scales differ by up to 16.
 
-    A residual is not stored: it comes with each call.
+    A residual is not stored: it comes with each call.  `free` gives the extents that a checkpoint decides, by default
+    some that k allows; raises ValueError where it allows none.
     """
-    sizes = {"e": experts, "m": 1, "n": n, "k": k, **(free or {})}
+    free = transform.free_sizes(scheme, k) if free is None else free
+    if free is None:
+        raise ValueError(f"no x of {k} features can be transformed as {scheme.bound} says")
+    sizes = {"e": experts, "m": 1, "n": n, "k": k, **free}
     result = {}
     for t in (t for t in scheme.tensors if t.loaded and Var("m") not in t.index):
         shape = t.shape(sizes, scheme)

@@ -85,9 +85,11 @@ class Results:
 
 
 # ---- what is measured, where -------------------------------------------------------------------------------------
-def scheme_label(scheme: Scheme) -> str:
-    """The scheme of a cell: its name, and the parameters that have no field of their own."""
-    args = ", ".join(f"{name}={value}" for name, value in scheme.params.items() if name not in ("act", "group"))
+def scheme_label(scheme: Scheme, role: str = "") -> str:
+    """The scheme of a cell: its name, the parameters that have no field of their own, and the phase if it has several."""
+    given = {name: value for name, value in scheme.params.items() if name not in ("act", "group")}
+    given |= {"phase": scheme.phase_of(role)} if scheme.phases else {}
+    args = ", ".join(f"{name}={value}" for name, value in given.items())
     return f"{scheme.name}({args})" if args else scheme.name
 
 

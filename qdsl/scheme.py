@@ -8,7 +8,7 @@ from __future__ import annotations
 import operator
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from qdsl.diagnostic import Diagnostic, Span, error
 from qdsl.dtype import DType
@@ -266,7 +266,8 @@ class Scheme:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """Every declaration: weight, activations in order, output."""
+        """Every declaration: weight, activations in order, output.  What a phase computes has no claim to its name: a
+        later one may load it."""
         activations = [t for a in self.activations for t in a.operand.tensors]
         unique = {t.name: t for t in (*self.weight.tensors, *activations, *self.output.tensors)}
         return tuple(unique.values())
@@ -282,6 +283,19 @@ class Scheme:
     @property
     def phases(self) -> tuple[str, ...]:
         return tuple(a.name for a in self.activations if a.name)
+
+    def phase_of(self, role: str) -> str:
+        """The phase that serves a layer's role; empty where the scheme has none."""
+        active = self.activation(role)
+        return active.name if active else ""
+
+    def in_phase(self, phase: str) -> Scheme:
+        """The scheme as a layer in this phase has it: its activation block is the only one, and needs no name."""
+        if not self.phases:
+            return self
+        active = self.activation(phase)
+        assert active is not None, f"{self.bound} has no phase `{phase}`"
+        return replace(self, activations=(replace(active, name=""),))
 
     @property
     def bound(self) -> str:

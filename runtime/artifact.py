@@ -28,9 +28,10 @@ from qdsl.diagnostic import ArtifactError, Error, TargetError
 from qdsl.dtype import DType
 from qdsl.expr import Expr
 from qdsl.manifest import Buffer, plain_params
-from qdsl.order import ORDERED, SOURCE
+from qdsl.order import ORDERED, SOURCE, Order
 from qdsl.runtime.repack import torch_dtype
 from qdsl.scheme import Scheme, Var
+from qdsl.transform import loaded, passes, widths
 
 ALIGNMENT = 64  # bytes; what the kernels' widest loads ask of a tensor's first element
 
@@ -214,29 +215,44 @@ class Kernel:
     names             the loaded tensors in the order `__call__` takes them; last, where kernels want the inputs in an order
                       of their own, `SOURCE`: of every input in that order, where x has it
     batch_invariant   whether every m is served by variants of one order of summation
+    phase             whose variants these are; `scheme` has its activation block alone
     """
 
-    def __init__(self, artifact: Artifact, arch: str, scheme: Scheme, batch_invariant: bool = False):
-        m = artifact.manifest
+    def __init__(
+        self, artifact: Artifact, arch: str, scheme: Scheme, batch_invariant: bool = False, phase: str = ""
+    ):  # fmt: skip
+        m, scheme = artifact.manifest, scheme.in_phase(phase)
         self.artifact, self.arch, self.scheme, self.batch_invariant = artifact, arch, scheme, batch_invariant
-        same = hashlib.sha256(f"{m.digest} {m.tables[arch]}".encode()).hexdigest()  # a table may change: `qdsl tune`
-        self.key = f"{m.scheme} {arch} {same[:16]}{' batch-invariant' if batch_invariant else ''}"
-        known = {b.tensor for b in m.buffers}
-        self.ordered = m.order is not None
+        self.phase, table = phase, m.tables[arch][phase]
+        same = hashlib.sha256(f"{m.digest} {table}".encode()).hexdigest()  # a table may change: `qdsl tune`
+        about = [m.scheme, *filter(None, [phase]), arch, same[:16], *(["batch-invariant"] if batch_invariant else [])]
+        self.key = " ".join(about)
+        known = self.buffers
+        self.ordered = self.order is not None
         self.names = (
             *(t.name for t in scheme.tensors if t.loaded and t.name in known),
             *((SOURCE,) if self.ordered else ()),
         )
-        steps = [step for variant in m.variants[arch] for step in variant.steps]
+        steps = [step for variant in m.variants[arch][phase] for step in variant.steps]
         used = {arg for step in steps for arg in step.args}
         self.computed = tuple(t for t in scheme.tensors if isinstance(t.value, Expr) and t.name in used)
+        block = scheme.activation()
+        self.transforms = block.transforms if block else ()
         self._variants: dict[str, tuple[_Call, ...]] | None = None
         self._by_shape: dict[tuple[int, int], tuple[list[int], list[tuple[_Call, ...]]]] = {}
         self._templates: dict[tuple[int, int], list[tuple[list[int], int, torch.dtype]]] = {}
+        shaping = {name for t in self.transforms for name in loaded(t)}
+        self._shaping = [at for at, name in enumerate(self.names) if name in shaping]
+        self._widths: dict[tuple, list[int]] = {}
 
     @property
     def buffers(self) -> dict[str, Buffer]:
-        return {b.tensor: b for b in self.artifact.manifest.buffers}
+        return {b.tensor: b for b in self.artifact.manifest.buffers[self.arch]}
+
+    @property
+    def order(self) -> Order | None:
+        """The order of inputs that the kernels take."""
+        return self.artifact.manifest.order(self.arch)
 
     def load(self) -> None:
         """Open the library (its digest is checked first) and look up the functions."""
@@ -246,12 +262,13 @@ class Kernel:
         import tvm_ffi
 
         library = tvm_ffi.load_module(str(self.artifact.library(self.arch)))
-        pool = ["x", *self.names, "y", *(t.name for t in self.computed), ORDERED]
+        between = [*(t.name for t in self.computed), *(p.name for p in passes(self.transforms)), ORDERED]
+        pool = ["x", *self.names, "y", *between]
         self._variants = {
             v.name: tuple(
                 _Call(library[step.function], itemgetter(*(pool.index(arg) for arg in step.args))) for step in v.steps
             )
-            for v in self.artifact.manifest.variants[self.arch]
+            for v in self.artifact.manifest.variants[self.arch][self.phase]
         }
 
     def __call__(self, x: torch.Tensor, buffers: Sequence[torch.Tensor], n: int) -> torch.Tensor:
@@ -266,7 +283,7 @@ class Kernel:
         shape = y.shape[1], k
         limits, variants = self._by_shape.get(shape) or self._chosen(shape)
         pool = [x, *buffers, y]
-        if self.computed or self.ordered:
+        if self.computed or self.transforms or self.ordered:
             pool += self._allocate(x, buffers, y.shape[1])
         for call in variants[bisect_left(limits, m)]:
             call.function(*call.gather(pool))
@@ -295,13 +312,14 @@ class Kernel:
 
     def variants(self, k: int) -> list[str]:
         """The variants that are right for k inputs."""
-        legal = self.artifact.manifest.legal(self.arch, k)
-        return [v.name for v in self.artifact.manifest.variants[self.arch] if v.name in legal]
+        m = self.artifact.manifest
+        legal = m.legal(self.arch, k, self.phase)
+        return [v.name for v in m.variants[self.arch][self.phase] if v.name in legal]
 
     def limits(self, n: int, k: int) -> Limits:
         """Up to how many tokens which variant serves an [n, k] weight."""
         m = self.artifact.manifest
-        return (m.limits_of_one_order if self.batch_invariant else m.limits)(self.arch, n, k)
+        return (m.limits_of_one_order if self.batch_invariant else m.limits)(self.arch, n, k, self.phase)
 
     def _chosen(self, shape: tuple[int, int]) -> tuple[list[int], list[tuple[_Call, ...]]]:
         """The variants for a shape (of y's features and k), as ascending limits of m and what to call up to each, and beyond."""
@@ -313,7 +331,8 @@ class Kernel:
         return self._by_shape[shape]
 
     def _allocate(self, x: torch.Tensor, buffers: Sequence[torch.Tensor], n: int) -> list[torch.Tensor]:
-        """Room for what the steps compute between them: codes and scales of the activations, and x in another order."""
+        """Room for what the steps compute between them: codes and scales of the activations, x on its way through
+        transforms, and x in another order."""
         m, k = x.shape
         template = self._templates.get((n, k))
         if template is None:
@@ -330,6 +349,13 @@ class Kernel:
         result = []
         for shape, at, kind in template:
             result.append(x.new_empty([m if i == at else size for i, size in enumerate(shape)], dtype=kind))
+        if self.transforms:
+            shapes = tuple(buffers[at].shape for at in self._shaping)
+            found = self._widths.get((k, shapes))
+            if found is None:  # buffers of transforms hold their tensors element by element, in their shape
+                named = zip((self.names[at] for at in self._shaping), shapes)
+                found = self._widths[k, shapes] = widths(self.transforms, {"x": x.shape, **dict(named)})
+            result += [x.new_empty((m, width), dtype=torch.float32) for width in found]
         if self.ordered:
             result.append(x.new_empty((m, buffers[-1].shape[0])))
         return result
@@ -345,11 +371,13 @@ def _native(format: DType) -> torch.dtype:
 _KERNELS: dict[str, Kernel] = {}
 
 
-def register(artifact: Artifact, device: torch.device, scheme: Scheme, batch_invariant: bool = False) -> Kernel:
+def register(
+    artifact: Artifact, device: torch.device, scheme: Scheme, batch_invariant: bool = False, phase: str = ""
+) -> Kernel:
     """The process's kernel of an artifact on this device; its library is opened at the first call or `load()`."""
     arch = fitting_arch(tuple(artifact.manifest.libraries), device)
     assert arch is not None, "find_artifact returns artifacts that fit"
-    kernel = Kernel(artifact, arch, scheme, batch_invariant)
+    kernel = Kernel(artifact, arch, scheme, batch_invariant, phase)
     known = _KERNELS.get(kernel.key)
     if known is None or (known._variants is None and not known.artifact.path.exists()):
         _KERNELS[kernel.key] = known = kernel

@@ -30,6 +30,7 @@ from qdsl.runtime.repack import format_of, torch_dtype
 from qdsl.runtime.resolve import check_layer
 from qdsl.runtime.timing import device_name, how, last_level_cache, median_us, place, rotation, threads, versions
 from qdsl.scheme import Scheme, Var
+from qdsl.transform import free_sizes
 
 COPIES = 256  # of a weight at most: more of a small one would only take time to make
 PRODUCTS = 1 << 34  # beyond as many, a sample of y's rows is compared with float64
@@ -116,7 +117,7 @@ def dense_dtype(scheme: Scheme, device: torch.device) -> torch.dtype:
 
 def declared_bytes(scheme: Scheme, m: int, n: int, k: int) -> int:
     """Bytes of every tensor the scheme declares for a product, optional ones left out, with x and y."""
-    sizes = {"e": 1, "m": m, "n": n, "k": k}
+    sizes = {"e": 1, "m": m, "n": n, "k": k, **(free_sizes(scheme, k) or {})}
     bits = 0
     for t in scheme.tensors:
         if t.loaded and not t.optional:
@@ -176,24 +177,27 @@ class Bench:
     kind         "cpu" or "cuda"; archs as for `qdsl.compile`, by default what `QuantLinear` finds
     shapes       (K, N) of the weights, each with all of `tokens`
     bandwidth    bytes per second; `operations` likewise; None: measured here
+    phase        of a scheme that has several; by default the first
 
     Raises Error, before anything is timed, when the scheme, the shapes or the machine will not do.
     """
 
     def __init__(
         self, scheme: Scheme, kind: str, archs: Sequence[str], shapes: Sequence[tuple[int, int]], tokens: Sequence[int],
-        bandwidth: float | None = None, operations: float | None = None,
+        bandwidth: float | None = None, operations: float | None = None, phase: str = "",
     ):  # fmt: skip
         if kind == "cuda" and not torch.cuda.is_available():
             raise Error(
                 "measuring CUDA kernels needs a CUDA GPU, and torch sees none; "
                 "`--target cpu` measures the same scheme here"
             )
-        self.scheme, self.shapes, self.tokens = scheme, tuple(shapes), tuple(tokens)
+        self.scheme, self.shapes, self.tokens, self.phase = scheme, tuple(shapes), tuple(tokens), phase
         self.device = torch.device(kind)
         self.bias = any(t.role == "bias" and not t.optional for t in scheme.output.tensors)
         for k, n in self.shapes:
-            check_layer(scheme, k, n, self.bias, "")
+            check_layer(scheme, k, n, self.bias, phase)
+            if free_sizes(scheme, k) is None:
+                raise Error(f"K {k}: no x of so many features can be transformed as {scheme.bound} says; leave it out")
             if k * n > WEIGHTS:
                 raise Error(f"K {k}, N {n}: {k * n} weights are more than any layer has; give a shape of one")
         self.artifact: Artifact | None = qdsl.compile(scheme, kind, archs) if archs else None
@@ -201,7 +205,9 @@ class Bench:
         self.ceilings = ceilings(scheme, self.device, bandwidth, operations)
 
     def __str__(self) -> str:
-        return f"{self.scheme.bound} on {place(self.device)}\nfloor: {self.ceilings}"
+        phase = self.scheme.phase_of(self.phase)
+        about = f"{self.scheme.bound}{phase and f', phase {phase},'} on {place(self.device)}"
+        return f"{about}\nfloor: {self.ceilings}"
 
     def rows(self) -> Iterator[Row]:
         """Measure; raises Error at the first wrong output."""
@@ -222,7 +228,7 @@ class Bench:
         return Results(meta, tuple(cell for row in rows for cell in self._cells(row)))
 
     def _cells(self, row: Row) -> tuple[Cell, Cell]:
-        scheme, group = results.scheme_label(self.scheme), self.scheme.params.get("group")
+        scheme, group = results.scheme_label(self.scheme, self.phase), self.scheme.params.get("group")
         where = (group, row.k, row.n, row.m, threads(self.device))
         dense = format_of(dense_dtype(self.scheme, self.device))
         return (
@@ -231,7 +237,7 @@ class Bench:
         )
 
     def _layer(self, k: int, n: int) -> QuantLinear:
-        return QuantLinear(self.scheme, k, n, self.bias, self.device, artifact=self.artifact)
+        return QuantLinear(self.scheme, k, n, self.bias, self.device, artifact=self.artifact, phase=self.phase)
 
     def _shape(self, k: int, n: int) -> Iterator[Row]:
         rng = np.random.default_rng((k, n))
@@ -246,9 +252,10 @@ class Bench:
         @functools.cache
         def answer(m: int) -> _Answer:
             rows = _looked_at(self.tokens, n, k) if alone else np.arange(m)
-            return _answer(self.scheme, x[:m].double().numpy(), rows, patterns, exact, layers[0].manifest)
+            return _answer(own, x[:m].double().numpy(), rows, patterns, exact, layers[0].manifest)
 
-        alone = _rows_stand_alone(self.scheme)
+        own = self.scheme.in_phase(self.phase)
+        alone = _rows_stand_alone(own)
         for m in self.tokens:
             given, right = x[:m].to(self.device), answer(max(self.tokens) if alone else m)
             y = torch.full((m, layers[0].width), float("nan"), dtype=given.dtype, device=self.device)
@@ -258,7 +265,7 @@ class Bench:
             given = given.to(dense.dtype)
             dense_error = right.dense_error_of(functional.linear(given, dense))
             dense_us = median_us(lambda c, given=given: functional.linear(given, weights[c]), len(weights), self.device)
-            moved = declared_bytes(self.scheme, m, n, k)
+            moved = declared_bytes(own, m, n, k)
             floor = self.ceilings.floor_us(moved, 2 * m * n * k)
             yield Row(k, n, m, us, dense_us, error, dense_error, floor, moved)
 

@@ -7,7 +7,7 @@ them, and a move to a device whose kernels want another layout unpacks and packs
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,8 @@ from qdsl.runtime.resolve import (
     check_codes,
     check_layer,
     check_rows_stand_alone,
+    free_extents,
+    free_names,
     kept_tensors,
     parsed,
     resolved,
@@ -65,7 +67,8 @@ class QuantLinear(nn.Module):
     dtype         torch.float16, bfloat16 or float32: sets the scheme's `act` parameter, by default the scheme's own
     artifact      a compiled artifact (or its directory) to use instead of searching for one
     compile       "auto" compiles what is found neither in $QDSL_ARTIFACTS nor in the cache; "never" raises instead
-    phase         which activation block a layer of a scheme with phases uses
+    phase         the layer's role where a scheme has phases, such as "prefill" or "decode": which activation block it
+                  uses, and which tensors it loads; "both" and "" take the first
     batch_invariant   whether the bits of a row of y must not depend on the other rows, nor on how many there are: the
                   layer then keeps to kernels of one order of summation, which is not the fastest for every m. Without it
                   equal calls give equal bits, and other numbers of rows may take kernels that round differently
@@ -99,6 +102,7 @@ class QuantLinear(nn.Module):
         if batch_invariant:
             check_rows_stand_alone(self.scheme, phase)
         self._wanted = kept_tensors(self.scheme, bias, phase)
+        self._free = dict.fromkeys(free_names(self._wanted), 0)  # extents that the layer's numbers decide
         self._held: dict[str, Buffer] = {}  # what each registered buffer holds
         self._keys: dict[torch.dtype, str] = {}  # activation type -> kernel
         self._operands: dict[torch.dtype, tuple[str, ...]] = {}  # activation type -> buffers, in the kernel's order
@@ -147,14 +151,25 @@ class QuantLinear(nn.Module):
 
     def extra_repr(self) -> str:
         state = (", batch_invariant" if self.batch_invariant else "") + ("" if self._loaded else ", not loaded")
+        phase = self.scheme.phase_of(self.phase)
+        state = (f", phase={phase}" if phase else "") + state
         return f"{self.scheme.bound}, in_features={self.in_features}, out_features={self.out_features}, bias={self.bias is not None}{state}"
 
-    def _shape(self, name: str) -> tuple[int, ...]:
-        return self._wanted[name].shape(self._sizes, self.scheme)
+    def _shape(self, name: str, free: Mapping[str, int] | None = None) -> tuple[int, ...]:
+        return self._wanted[name].shape({**self._sizes, **(free or {})}, self.scheme)
 
     @property
     def _sizes(self) -> dict[str, int]:
-        return {"e": 1, "m": 1, "n": self.out_features, "k": self.in_features}
+        return {"e": 1, "m": 1, "n": self.out_features, "k": self.in_features, **self._free}
+
+    def _free_extents(self, shapes: Mapping[str, Sequence[int]], loaded: bool = True) -> dict[str, int]:
+        """The extents that tensors of these logical shapes decide; raises CheckpointError where they do not fit."""
+        if not loaded or not self._free:
+            return dict.fromkeys(self._free, 0)
+        try:
+            return free_extents(self.scheme, self.phase, shapes, self.out_features, self.in_features)
+        except ValueError as problem:
+            raise CheckpointError(f"{self.scheme.bound}: {problem}") from None
 
     @property
     def _inputs(self) -> Inputs:
@@ -177,7 +192,7 @@ class QuantLinear(nn.Module):
                 f"{scheme.bound}: beyond k = {limit} a sum of products could overflow {scheme.compute.accumulator}, "
                 f"and this layer has k = {self.in_features}"
             )
-        return register(artifact, device, scheme, self.batch_invariant)
+        return register(artifact, device, scheme, self.batch_invariant, scheme.phase_of(self.phase))
 
     def _follows(self, declared: Tensor) -> bool:
         """Whether a tensor has the type of the activations, so that its own values must outlive a change of that."""
@@ -211,7 +226,7 @@ class QuantLinear(nn.Module):
         for name in kernel.names:
             if name == SOURCE:
                 names.append("_x_source")
-                fresh = self._source(kernel.artifact.manifest.order)
+                fresh = self._source(kernel.order)
             else:
                 buffer, declared = kernel.buffers[name], kernel.scheme.tensor(name)
                 if name in self._wanted and same_bits(self._held[name], buffer):
@@ -259,6 +274,8 @@ class QuantLinear(nn.Module):
         """
         kernel = self._kernel_for(scheme, device)
         inputs = inputs_of(scheme, given, self.in_features) if loaded else Inputs(self.in_features)
+        # Tensors with such extents are held element by element, in their own shape.
+        free = self._free_extents({name: tensor.shape for name, (_, tensor) in given.items()}, loaded)
         new, held = {}, {}
         for name, (buffer, tensor) in given.items():
             declared = scheme.tensor(name)
@@ -268,8 +285,8 @@ class QuantLinear(nn.Module):
                     f"{self._wanted[name].dtype}, and stored tensors are never cast"
                 )
             held[name] = self._home(name, kernel, buffer)
-            new[name] = repacked(tensor, buffer, held[name], declared, self._shape(name), inputs, device)
-        self.scheme, self._held, self._loaded = scheme, held, loaded
+            new[name] = repacked(tensor, buffer, held[name], declared, self._shape(name, free), inputs, device)
+        self.scheme, self._held, self._loaded, self._free = scheme, held, loaded, free
         self._wanted = kept_tensors(scheme, self._has_bias, self.phase)
         for name, tensor in new.items():
             known = self._buffers[name]
@@ -436,7 +453,23 @@ class QuantLinear(nn.Module):
                 if tuple(found.shape) != tuple(needed):
                     sizes = self.out_features, self.in_features
                     problems.append(shape_error(binding, name, found.shape, needed, *sizes))
-        return [*repack.mismatches(self.scheme, storage, tensors, prefix, self._sizes, wanted), *problems]
+        problems = [*repack.mismatches(self.scheme, storage, tensors, prefix, self._sizes, wanted), *problems]
+        return problems or self._free_mismatches(storage, tensors, prefix)
+
+    def _free_mismatches(self, storage: Storage, tensors: Mapping[str, torch.Tensor], prefix: str) -> list[Diagnostic]:
+        """What is wrong with the extents that tensors decide, each of which is well by itself."""
+        if not self._free:
+            return []
+        bound = [b for b in storage.bindings if b.tensor in self._wanted and prefix + b.source in tensors]
+        shapes = {
+            b.tensor: repack.logical_shape(self.scheme, b, self._sizes, tensors[prefix + b.source]) for b in bound
+        }
+        try:
+            self._free_extents(shapes)
+        except CheckpointError as problem:
+            about = next(t for t in self._wanted.values() if free_names({t.name: t}))
+            return [error("shape", str(problem), about.span, f"with k = {self.in_features}")]
+        return []
 
     def _read(
         self, storage: Storage, binding: Binding, tensors: Mapping[str, torch.Tensor], prefix: str
@@ -478,9 +511,10 @@ class QuantLinear(nn.Module):
         missing = [name for name in self._wanted if name not in patterns]
         if missing:
             raise CheckpointError(f"{self.scheme.bound}: no patterns for {', '.join(f'`{name}`' for name in missing)}")
+        free = self._free_extents({name: patterns[name].shape for name in self._wanted})
         for name in self._wanted:
-            if tuple(patterns[name].shape) != self._shape(name):
-                found, needed = list(patterns[name].shape), list(self._shape(name))
+            if tuple(patterns[name].shape) != self._shape(name, free):
+                found, needed = list(patterns[name].shape), list(self._shape(name, free))
                 raise CheckpointError(f"{self.scheme.bound}: `{name}` is {found}, the layer needs {needed}")
         self._take({name: self._packed(name, np.asarray(patterns[name])) for name in self._wanted})
         return self
@@ -619,8 +653,12 @@ class QuantLinear(nn.Module):
     def _misfit(self, given: Mapping[str, tuple[Buffer, torch.Tensor]], loaded: bool) -> str:
         """Where saved buffers are not of the shape and type that their tag says; empty when they are."""
         inputs = Inputs(self.in_features)
+        try:
+            free = self._free_extents({name: tensor.shape for name, (_, tensor) in given.items()}, loaded)
+        except CheckpointError as problem:
+            return str(problem)
         for name, (buffer, tensor) in sorted(given.items(), key=lambda item: item[1][0].order is not None):
-            needed = stored_shape(buffer, self._wanted[name], self._shape(name), inputs)
+            needed = stored_shape(buffer, self._wanted[name], self._shape(name, free), inputs)
             if tuple(tensor.shape) != needed or tensor.dtype != torch_type(buffer):
                 return f"{name} is {list(tensor.shape)} {tensor.dtype}, its tag says {list(needed)} {buffer.dtype}"
             if loaded and self._wanted[name].role == "index":

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 import qdsl
+from qdsl import transform
 from qdsl.diagnostic import Error, SchemeError
 from qdsl.dtype import DType
 from qdsl.expr import Expr, Item, Ref, walk
@@ -86,7 +87,7 @@ def check_layer(scheme: Scheme, k: int, n: int, bias: bool, phase: str) -> None:
             f"{scheme.bound} declares no bias; construct the layer with bias=False, or add `bias b[n]` to its output block"
         )
     for t in kept_tensors(scheme, bias, phase).values():
-        if Var("m") in t.index or any(isinstance(i, Free) for i in t.index):
+        if Var("m") in t.index:
             raise Error(f"{scheme.bound}: `{t}` has no size before a call, and a QuantLinear can't hold it yet")
 
 
@@ -108,6 +109,35 @@ def kept_tensors(scheme: Scheme, bias: bool, phase: str) -> dict[str, Tensor]:
     kept = (t for t in scheme.output.tensors if t.loaded and t.role != "residual")
     tensors += [t for t in kept if not t.optional or (bias and t.role == "bias")]
     return {t.name: t for t in tensors}
+
+
+def free_names(tensors: Mapping[str, Tensor]) -> tuple[str, ...]:
+    """The indices whose extents the numbers of a layer decide."""
+    return tuple(dict.fromkeys(i.name for t in tensors.values() for i in t.index if isinstance(i, Free)))
+
+
+def free_extents(scheme: Scheme, phase: str, shapes: Mapping[str, Sequence[int]], n: int, k: int) -> dict[str, int]:
+    """The extents of those indices, from the logical shapes of the tensors that have them.
+
+    Raises ValueError where the shapes disagree with each other, or with a transform of x of k features.
+    """
+    found: dict[str, int] = {}
+    for name, shape in shapes.items():
+        index = scheme.tensor(name).index
+        if not any(isinstance(i, Free) for i in index):
+            continue
+        if len(shape) != len(index):
+            raise ValueError(f"`{name}` is {list(shape)}, and the scheme declares {len(index)} indices")
+        for i, size in zip(index, shape, strict=True):
+            if isinstance(i, Free) and found.setdefault(i.name, size) != size:
+                raise ValueError(
+                    f"`{name}` is {list(shape)}, and `{i}` has {found[i.name]} positions in another tensor"
+                )
+    active, sizes = scheme.activation(phase), {"e": 1, "m": 1, "n": n, "k": k, **found}
+    for t in active.transforms if active else ():
+        logical = {name: scheme.tensor(name).shape(sizes, scheme) for name in transform.loaded(t)}
+        transform.extents(t, {"x": (1, k), **logical})
+    return found
 
 
 def check_codes(scheme: Scheme, declared: Tensor, patterns: np.ndarray, name: str) -> None:

@@ -30,6 +30,7 @@ from qdsl.runtime.buffer import packed, stored_shape, torch_type, unpacked
 from qdsl.runtime.repack import torch_dtype
 from qdsl.runtime.timing import device_name, median_us, rotation
 from qdsl.scheme import Group, Scheme, Tensor, Var
+from qdsl.transform import free_sizes
 
 HOPELESS = 3  # times the best: a few calls are enough to know
 SLOW = 1.25  # times the best: one sample is enough to know
@@ -48,16 +49,22 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Tuned:
-    """What was found for an artifact.
+    """What was found for an artifact, or for one phase of it.
 
     table   None where there is nothing to choose
     times   µs, by (n, k), m and variant; empty where another artifact of the same kernels was timed
+    phase   whose kernels these are; empty where the scheme has none
     """
 
     artifact: Artifact
     arch: str
     table: Table | None
     times: dict[tuple[int, int], Times]
+    phase: str = ""
+
+    def __str__(self) -> str:
+        phase = f", phase {self.phase}" if self.phase else ""
+        return f"{self.artifact.path}{phase}: {self.table or 'one variant, nothing to choose'}"
 
     def as_json(self) -> dict[str, Any]:
         m = self.artifact.manifest
@@ -68,7 +75,7 @@ class Tuned:
             for name, us in by_name.items()
         ]
         return {"artifact": str(self.artifact.path), "scheme": m.scheme, "params": dict(m.params), "arch": self.arch,
-                "table": self.table and asdict(self.table), "times": times}  # fmt: skip
+                "phase": self.phase, "table": self.table and asdict(self.table), "times": times}  # fmt: skip
 
 
 def require_gpu() -> torch.device:
@@ -102,23 +109,22 @@ def tune(
                 f"{scheme.bound} makes one feature of several, and takes the tables of its weight; tune a scheme with that "
                 "weight and a plain output, and compile this one again"
             )
-        kernel = register(artifact, device, scheme)
-        variants = artifact.manifest.variants[kernel.arch]
-        kind = (kernel.arch, artifact.manifest.tables[kernel.arch].key, tuple((v.name, v.order) for v in variants))
-        if len(variants) == 1:
-            yield Tuned(artifact, kernel.arch, None, {})
-        elif kind in known:
-            yield Tuned(artifact, kernel.arch, known[kind], {})
-        else:
-            report(f"{scheme.bound} for {kernel.arch}, {len(variants)} variants")
-            times = {(n, k): _shape(kernel, n, k, tokens, device, report) for k, n in dict.fromkeys(shapes)}
-            source = f"measured on {device_name(device)}, "
-            table = table_of(source + datetime.date.today().isoformat(), kind[1], times, variants)
-            before = artifact.manifest.tables[kernel.arch]
-            own = before.source.startswith(source) and " with " not in before.source  # not those of similar kernels
-            stay = [row for row in before.rows if own and (row.n, row.k) not in times]
-            known[kind] = replace(table, rows=(*stay, *table.rows))
-            yield Tuned(artifact, kernel.arch, known[kind], times)
+        for phase in scheme.phases or ("",):
+            kernel = register(artifact, device, scheme, phase=phase)
+            variants, before = (by[kernel.arch][phase] for by in (artifact.manifest.variants, artifact.manifest.tables))
+            kind = (kernel.arch, before.key, tuple((v.name, v.order) for v in variants))
+            times: dict[tuple[int, int], Times] = {}
+            if len(variants) > 1 and kind not in known:
+                report(
+                    f"{' '.join([scheme.bound, *filter(None, [phase])])} for {kernel.arch}, {len(variants)} variants"
+                )
+                times = {(n, k): _shape(kernel, n, k, tokens, device, report) for k, n in dict.fromkeys(shapes)}
+                source = f"measured on {device_name(device)}, "
+                table = table_of(source + datetime.date.today().isoformat(), before.key, times, variants)
+                own = before.source.startswith(source) and " with " not in before.source  # not those of similar kernels
+                stay = [row for row in before.rows if own and (row.n, row.k) not in times]
+                known[kind] = replace(table, rows=(*stay, *table.rows))
+            yield Tuned(artifact, kernel.arch, known.get(kind), times, phase)
 
 
 def _shape(kernel: Kernel, n: int, k: int, tokens: Sequence[int], device: torch.device, report: Report) -> Times:
@@ -165,7 +171,12 @@ class Trial:
     def __init__(self, kernel: Kernel, n: int, k: int, device: torch.device):
         self.kernel, self.n, self.k, self.device = kernel, n, k, device
         self.generator = torch.Generator(device).manual_seed(n * 31 + k)
-        self.inputs = self._inputs()
+        self.inputs, free = self._inputs(), free_sizes(kernel.scheme, k)
+        if free is None:
+            raise Error(
+                f"K {k}: no x of so many features can be transformed as {kernel.scheme.bound} says; leave it out"
+            )
+        self.free = free
         first = [self._random(name) for name in kernel.names]
         count = min(COPIES, rotation(device) // max(1, sum(b.nbytes for b in first)) + 2)
         self.copies = [first, *([b.clone() for b in first] for _ in range(count - 1))]
@@ -174,14 +185,14 @@ class Trial:
 
     def _inputs(self) -> Inputs:
         """Groups of equal size, their inputs anywhere where a tensor names them."""
-        order = self.kernel.artifact.manifest.order
+        order = self.kernel.order
         if order is None or order.index is None:
             return Inputs(self.k)
         return Inputs(self.k, {order.index: np.random.default_rng(self.k).permutation(self.k) // order.group})
 
     def _random(self, name: str) -> torch.Tensor:
         """Random numbers in the kernel's layout: any bits are codes, scales are around 1/100."""
-        device, generator, order = self.device, self.generator, self.kernel.artifact.manifest.order
+        device, generator, order = self.device, self.generator, self.kernel.order
         if name == SOURCE:
             return torch.from_numpy(order.runs(self.inputs).source).to(device)
         tensor, buffer = self.kernel.scheme.tensor(name), self.kernel.buffers[name]
@@ -200,7 +211,7 @@ class Trial:
         return drawn[at].view(kind).reshape(shape)
 
     def _shape(self, tensor: Tensor, n: int) -> tuple[int, ...]:
-        return tensor.shape({"e": 1, "m": 1, "n": n, "k": self.k}, self.kernel.scheme)
+        return tensor.shape({"e": 1, "m": 1, "n": n, "k": self.k, **self.free}, self.kernel.scheme)
 
     def _sample(self, buffers: Sequence[torch.Tensor]) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         """The first and the last few features, and what the weight's tensors hold for them."""

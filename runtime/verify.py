@@ -22,6 +22,7 @@ from qdsl.diagnostic import Error
 from qdsl.runtime.linear import QuantLinear
 from qdsl.runtime.repack import torch_dtype
 from qdsl.scheme import Scheme, Tensor
+from qdsl.transform import free_sizes
 
 CASES = ("random", "one-hot", "integers", "zero", "NaN row")
 # n, k: below, at and beyond tiles, groups and words; odd sizes; ragged last groups
@@ -57,6 +58,7 @@ class Report:
     cases: int = 0
     worst: float = 0.0  # largest error over its bound
     skipped: int = 0  # shapes the scheme requires away
+    phases: tuple[str, ...] = ()  # that were run, each through every case
     failures: list[Failure] = field(default_factory=list)
 
     @property
@@ -65,16 +67,16 @@ class Report:
 
     def __str__(self) -> str:
         verdict = "ok" if self.passed else "WRONG"
-        line = (
-            f"{self.scheme} on {self.target}: {verdict}, {self.cases} cases, worst error {self.worst:.2f} of its bound"
-        )
+        phases = f" of {' and '.join(self.phases)}" if self.phases else ""
+        line = f"{self.scheme} on {self.target}: {verdict}, {self.cases} cases{phases}, "
+        line += f"worst error {self.worst:.2f} of its bound"
         if self.failures:
             shown = max(self.failures, key=lambda f: abs(f.found - f.expected) / f.bound if f.bound else np.inf)
             line += f", {len(self.failures)} failed; the worst:\n{shown}"
         return line
 
     def as_json(self) -> dict:
-        return {"scheme": self.scheme, "target": self.target, "passed": self.passed, "cases": self.cases,
+        return {"scheme": self.scheme, "target": self.target, "passed": self.passed, "cases": self.cases, "phases": list(self.phases),
                 "worst": self.worst, "failures": [str(f) for f in self.failures[:20]]}  # fmt: skip
 
 
@@ -86,16 +88,21 @@ def verify(scheme: Scheme, kind: str = "cpu", archs: Sequence[str] = (), *, seed
         )
     device = torch.device(kind)
     name = torch.cuda.get_device_name() if kind == "cuda" else "cpu"
-    report = Report(scheme.bound, name)
+    report = Report(scheme.bound, name, phases=scheme.phases)
     artifact = qdsl.compile(scheme, kind, archs) if archs else None
     parts = scheme.output.half[1] if scheme.output.half else 1  # features of the weight for one of y
-    shapes = [(m, n * parts, k) for n, k in SIZES for m in _tokens(scheme, n * parts, k, device, artifact, report)]
-    for at, (m, n, k) in enumerate(shapes):
+    shapes = [
+        (phase, m, n * parts, k)
+        for phase in scheme.phases or ("",)
+        for n, k in SIZES
+        for m in _tokens(scheme, phase, n * parts, k, device, artifact, report)
+    ]
+    for at, (phase, m, n, k) in enumerate(shapes):
         if sys.stderr.isatty():
             print(f"\r\033[K{scheme.bound}: {at + 1} of {len(shapes)} shapes", end="", file=sys.stderr, flush=True)
         rng = np.random.default_rng((seed, m, n, k))
         patterns = reference.random_patterns(scheme, rng, n, k)
-        layer = _layer(scheme, n, k, device, artifact)
+        layer = _layer(scheme, phase, n, k, device, artifact)
         layer.set_patterns(patterns)
         for case in CASES:
             _run(report, scheme, layer, patterns, case, rng, m, n, k)
@@ -105,36 +112,38 @@ def verify(scheme: Scheme, kind: str = "cpu", archs: Sequence[str] = (), *, seed
 
 
 def _tokens(
-    scheme: Scheme, n: int, k: int, device: torch.device, artifact: Artifact | None, report: Report
+    scheme: Scheme, phase: str, n: int, k: int, device: torch.device, artifact: Artifact | None, report: Report
 ) -> tuple[int, ...]:
     """Numbers of tokens: below, at and beyond every tile for one shape, one and a few for the others."""
-    if scheme.violated(n, k) is not None:
+    if scheme.violated(n, k) is not None or free_sizes(scheme, k) is None:
         report.skipped += 1
         return ()
     if k != SIZES[4][1]:
         return 1, 5
-    return TOKENS if len(_layer(scheme, n, k, device, artifact).kernel.variants(k)) > 1 else (1, 2, 3, 9, 83)
+    several = len(_layer(scheme, phase, n, k, device, artifact).kernel.variants(k)) > 1
+    return TOKENS if several else (1, 2, 3, 9, 83)
 
 
-def _layer(scheme: Scheme, n: int, k: int, device: torch.device, artifact: Artifact | None) -> QuantLinear:
+def _layer(scheme: Scheme, phase: str, n: int, k: int, device: torch.device, artifact: Artifact | None) -> QuantLinear:
     bias = any(t.role == "bias" for t in scheme.output.tensors)
-    return QuantLinear(scheme, k, n, bias=bias, device=device, artifact=artifact)
+    return QuantLinear(scheme, k, n, bias=bias, device=device, artifact=artifact, phase=phase)
 
 
 def _run(report: Report, scheme: Scheme, layer: QuantLinear, patterns, case: str, rng, m: int, n: int, k: int) -> None:
     """One case through every kernel of the artifact, whichever the layer would choose."""
     x = scheme.output.dtype.round(_input(case, rng, m, k))
     added = {t.name: t.dtype.encode(rng.standard_normal((m, n))) for t in scheme.output.tensors if t.role == "residual"}
+    given, manifest = {**patterns, **added}, layer.manifest
     expected = reference.linear(
-        scheme, x, {**patterns, **added}, n, offset=layer.manifest.offset, kept=layer.manifest.kept
+        scheme, x, given, n, phase=layer.phase, offset=manifest.offset, kept=manifest.kept
     )
-    given = torch.from_numpy(x).to(layer.dtype).to(layer.device)
+    tokens = torch.from_numpy(x).to(layer.dtype).to(layer.device)
     residual = next((_as_tensor(scheme.tensor(name), bits, layer.device) for name, bits in added.items()), None)
     variants = layer.kernel.variants(k)
     for name in variants:
         y = torch.full((m, layer.width), float("nan"), dtype=layer.dtype, device=layer.device)
-        layer.run_into(given, y, variant=name, residual=residual)
-        label = case if len(variants) == 1 else f"{case}, {name}"
+        layer.run_into(tokens, y, variant=name, residual=residual)
+        label = ", ".join([*filter(None, [layer.phase]), case, *([name] if len(variants) > 1 else [])])
         _compare(report, scheme, patterns, label, k, y.double().cpu().numpy(), expected)
 
 

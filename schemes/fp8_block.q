@@ -31,3 +31,9 @@ layout deepseek {
     s = "weight_scale_inv" : scale_type
     b = "bias"             : act
 }
+
+layout compressed_tensors {
+    q = "weight"       : fmt
+    s = "weight_scale" : scale_type
+    b = "bias"         : act
+}

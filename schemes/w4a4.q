@@ -1,9 +1,9 @@
-scheme w4a4(act: type = f16)
+scheme w4a4(act: type = f16, scale_type: type = f16)
     "int4 x int4, per-channel weights, per-token activations."
 
 weight {
     code  q[n, k] : i4
-    scale s[n]    : f16
+    scale s[n]    : scale_type
     w ~ q * s
 }
 
@@ -14,7 +14,11 @@ activation {
 }
 
 compute i4 -> i32
-output act
+
+output act {
+    bias b[n] : act optional
+    y = acc + b
+}
 
 quantize {
     s = amax(abs(w)) / 7
@@ -23,5 +27,12 @@ quantize {
 
 layout pack_quantized {
     q[n, (b l:8)] = "weight_packed"[n, b {l}] - 8 : i32
-    s[n]          = "weight_scale"[n, 1]          : f16
+    s[n]          = "weight_scale"[n, 1]          : scale_type
+    b             = "bias"                        : act
+}
+
+layout modelslim {  # W4A4_DYNAMIC: one code a byte, scale_type = f32
+    q    = "weight"             : i8
+    s[n] = "weight_scale"[n, 1] : scale_type
+    b    = "bias"               : act
 }

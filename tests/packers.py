@@ -21,6 +21,21 @@ def autoawq_gemm(q: np.ndarray) -> np.ndarray:
     return out
 
 
+def modelslim_row_pairs(q: np.ndarray) -> np.ndarray:
+    """[n / 2, k] bytes of 4-bit codes: row 2 r in the low half of byte row r, row 2 r + 1 in the high half."""
+    n, k = q.shape
+    out = np.zeros((n // 2, k), np.uint64)
+    for row in range(n):
+        for column in range(k):
+            out[row // 2, column] |= np.uint64(int(q[row, column]) << (4 * (row % 2)))
+    return out
+
+
+def modelslim_scale_in_i64(s: np.ndarray) -> np.ndarray:
+    """[n] int64 words: the bits of an f32 each, as the NPU's operator wants the scale of an f16 model."""
+    return np.array([int(np.float32(value).view(np.uint32)) for value in s], np.uint64)
+
+
 def autogptq(q: np.ndarray, bits: int) -> np.ndarray:
     """[k * bits / 32, n] int32 words: AutoGPTQ's loop, whose 3-bit codes 10 and 21 straddle two words."""
     n, k = q.shape

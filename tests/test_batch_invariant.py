@@ -69,7 +69,7 @@ def several(tmp_path, monkeypatch):
     folder = tmp_path / "several"
     artifact = qdsl.compile(qdsl.load("awq4", act="f32"), "cpu", out=folder)
     (arch,) = artifact.manifest.libraries
-    (portable,) = artifact.manifest.variants[arch]
+    (portable,) = artifact.manifest.variants[arch][""]
     variants = tuple(
         replace(portable, name=name, order=order, k_multiple=multiple)
         for name, order, multiple in (("one", "a", 1), ("few", "b", 1), ("many", "b", 1), ("fast", "c", 64))
@@ -79,7 +79,9 @@ def several(tmp_path, monkeypatch):
         Row(48, 192, ((1, "one"), (8, "few"), (None, "fast")), ((2, "few"), (None, "many"))),
         Row(4096, 4096, ((None, "fast"),), ((None, "fast"),)),
     )
-    manifest = replace(artifact.manifest, variants={arch: variants}, tables={arch: Table("by hand", spare, rows)})
+    manifest = replace(
+        artifact.manifest, variants={arch: {"": variants}}, tables={arch: {"": Table("by hand", spare, rows)}}
+    )
     (folder / MANIFEST).write_text(manifest.to_json())
     called: list[str] = []
     load = artifact_module.Kernel.load

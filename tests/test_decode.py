@@ -7,7 +7,8 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from qdsl import dtype as dtypes
-from qdsl.codegen.tir import as_float, decode, encode, round_to, storage
+from qdsl.codegen.tir import as_float, decode, encode, round_to, storage, translate
+from qdsl.expr import Call, Ref
 
 SMALL = [n for n in dtypes.NAMES if dtypes.dtype(n).bits <= 8] + ["e4m1", "e1m5", "e3m4", "e5m0", "e2m5"]
 
@@ -69,3 +70,21 @@ def test_encoding_rounds_as_the_format_says(name):
         nan = np.isnan(x)
         found, expected = found[~nan], expected[~nan]
     np.testing.assert_array_equal(found.astype(np.int64) & 0xFFFFFFFF, expected.astype(np.int64) & 0xFFFFFFFF)
+
+
+@pytest.mark.parametrize("name", ["floor", "ceil"])
+def test_whole_logarithms_are_exact_next_to_powers_of_two(name):
+    """All exponents, subnormal ones too, with the least, the next, and the largest fractions."""
+    bits = np.arange(0, 256, dtype=np.uint32)[:, None] << 23 | np.array([0, 1, 2, 3, 0x7FFFFE, 0x7FFFFF], np.uint32)
+    subnormal = np.array([1 << at for at in range(23)], np.uint32)
+    x = np.concatenate([bits.ravel(), subnormal, subnormal + 1, subnormal * 2 - 1, [1 << 31, 0xBF800000]])
+    x = x.astype(np.uint32).view(np.float32)
+    e = Call(name, (Call("log2", (Ref("v"),)),))
+    found = _run(_map(len(x), "float32", "float32", lambda v: as_float(translate(e, lambda _: v))), x, "float32")
+    with np.errstate(invalid="ignore"):
+        fraction, exponent = np.frexp(x.astype(np.float64))
+    expected = exponent - 1.0 + (name == "ceil") * (fraction != 0.5)
+    regular = (x > 0) & np.isfinite(x)
+    np.testing.assert_array_equal(found[regular], expected[regular])
+    with np.errstate(divide="ignore", invalid="ignore"):
+        np.testing.assert_array_equal(found[~regular], np.log2(x[~regular]))

@@ -59,6 +59,12 @@ def test_messages_are_real():
         assert body == (TESTS / name).read_text()
 
 
+def test_every_shipped_scheme_has_its_source():
+    table = README[README.index("## Schemes that ship") : README.index("## Errors")]
+    named = re.findall(r"`(\w+)`", "".join(line.split("|")[1] for line in table.splitlines() if line.startswith("| `")))
+    assert sorted(named) == sorted(path.stem for path in (TESTS.parent / "schemes").glob("*.q"))
+
+
 def test_every_word_of_the_language_is_explained():
     words = {*ROLES, *FUNCTIONS, *REDUCTIONS, *HINTS, *WORDS, "optional", "record", "when", "pad", "words", "ones"}
     words |= {name for name in NAMES if not re.fullmatch("[ui][1-8]", name)} | {

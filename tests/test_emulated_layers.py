@@ -51,8 +51,8 @@ def emulated(tmp_path_factory):
             file = built(host.emit(functions, goal), folder / "kernel.so")
             variant = replace(next(v for v in planned.variants if v.name == "m8"), order="by rising k")
             manifest = Manifest(
-                scheme.name, scheme.text, plain_params(scheme), "cpu", {level: file.name}, planned.buffers, {level: (variant,)},
-                {level: only("m8")}, planned.offset, None, (), {}, {file.name: hashlib.sha256(file.read_bytes()).hexdigest()}, scheme.bound,
+                scheme.name, scheme.text, plain_params(scheme), "cpu", {level: file.name}, {level: planned.buffers}, {level: {"": (variant,)}},
+                {level: {"": only("m8")}}, planned.offset, None, (), {}, {file.name: hashlib.sha256(file.read_bytes()).hexdigest()}, scheme.bound,
             )  # fmt: skip
             (folder / MANIFEST).write_text(manifest.to_json())
             known[scheme.bound] = folder
@@ -78,7 +78,7 @@ def test_numbers_survive_every_way_a_layer_is_moved(name, params, emulated):
     patterns = reference.random_patterns(scheme, np.random.default_rng(0), N, K)
     patterns = {name: bits for name, bits in patterns.items() if scheme.tensor(name).role != "bias"}
     layer = QuantLinear(scheme, K, N, artifact=artifact).set_patterns(patterns)
-    assert layer.kernel.names[-1] == "x.source" or layer.manifest.order is None
+    assert layer.kernel.names[-1] == "x.source" or layer.kernel.order is None
     agrees(layer, patterns)
     exact = reference.decode_weight(scheme, patterns, N, K)
     assert np.array_equal(layer.dequantize().numpy(), exact)
@@ -133,5 +133,6 @@ def test_a_state_that_does_not_fit_its_groups_is_refused(emulated):
 
 def test_the_manifest_holds_the_order(emulated):
     manifest = open_artifact(emulated(qdsl.load("gptq", group=20))).manifest
-    assert str(manifest.order) == "inputs in their order, in runs of 32, of 20 inputs"
+    (arch,) = manifest.libraries
+    assert str(manifest.order(arch)) == "inputs in their order, in runs of 32, of 20 inputs"
     assert Manifest.from_json(manifest.to_json()) == manifest

@@ -25,7 +25,7 @@ from safetensors.torch import load_file
 import qdsl
 from qdsl import reference
 from qdsl.dtype import F32
-from qdsl.runtime import repack
+from qdsl.runtime import QuantLinear, repack
 from qdsl.scheme import Scheme
 
 DATA = Path(__file__).parent / "data"
@@ -94,21 +94,23 @@ READINGS: dict[str, list[Reading]] = {
     "gptq_v2_asym_3bit_g64": [read("gptq", "gptq_v2", bits=3, group=64)],
     "gptq_v2_sym_g128": gptq("gptq_v2"),
     # compressed-tensors
-    "ct_fp8_block128": [read("fp8a16_block", "compressed_tensors")],
+    "ct_fp8_block128": [read(name, "compressed_tensors") for name in ("fp8a16_block", "fp8_block")],
     "ct_fp8_dynamic_channel": [read(name, "compressed_tensors") for name in ("fp8a16_channel", "fp8_dynamic")],
-    "ct_fp8_static_tensor": [read("fp8a16_tensor", "compressed_tensors")],
+    "ct_fp8_static_tensor": [
+        read(name, "compressed_tensors") for name in ("fp8a16_tensor", "fp8_static", "fp8_tensor_dynamic")
+    ],
     "ct_int4_sym_g64": [read("gptq_sym", "int_quantized", group=64, scale_type="bf16")],
     "ct_int8_asym_g64": [read("w8a16_asym", "compressed_tensors", group=64)],
     "ct_int8_sym_g64": [read("w8a16_group", "compressed_tensors", group=64)],
     "ct_int8_w8a8_dynamic": [read(name, "compressed_tensors") for name in ("w8a16", "w8a8_dynamic")],
-    "ct_int8_w8a8_static_asym": [read("w8a16", "compressed_tensors")],
+    "ct_int8_w8a8_static_asym": [read(name, "compressed_tensors") for name in ("w8a16", "w8a8_static")],
     "ct_mixed_w4_w8": [
         read("w8a16", "compressed_tensors", modules="self_attn"),
         read("gptq_sym", "pack_quantized", modules="mlp", scale_type="bf16"),
     ],
-    "ct_mxfp4a16": [read("mxfp4", "compressed_tensors")],
-    "ct_mxfp8a16": [read("mxfp8", "compressed_tensors")],
-    "ct_nvfp4": [read("nvfp4a16", "compressed_tensors")],
+    "ct_mxfp4a16": [read(name, "compressed_tensors") for name in ("mxfp4", "mxfp4a8")],
+    "ct_mxfp8a16": [read(name, "compressed_tensors") for name in ("mxfp8", "mxfp8a8")],
+    "ct_nvfp4": [read(name, "compressed_tensors") for name in ("nvfp4a16", "nvfp4")],
     "ct_nvfp4a16": [read("nvfp4a16", "compressed_tensors")],
     "ct_w3a16_padded_sym_g64": [read("gptq_sym", "pack_quantized_padded", bits=3, group=64, scale_type="bf16")],
     "ct_w3a16_sym_g128": [read("gptq_sym", "pack_quantized", bits=3, scale_type="bf16")],
@@ -119,19 +121,22 @@ READINGS: dict[str, list[Reading]] = {
     "ct_w4a16_asym_g128": [read("gptq", "pack_quantized")],
     "ct_w4a16_channel": [read("gptq_sym", "pack_quantized", group="k", scale_type="bf16")],
     "ct_w4a16_sym_g128": [read("gptq_sym", "pack_quantized", scale_type="bf16")],
-    "ct_w4afp8": [read("gptq_sym", "int_quantized", scale_type="bf16")],
+    "ct_w4afp8": [read("gptq_sym", "int_quantized", scale_type="bf16"), read("w4a8_fp8", "int_quantized")],
     "ct_w5a16_padded_sym_g64": [read("gptq_sym", "pack_quantized_padded", bits=5, group=64, scale_type="bf16")],
     "ct_w6a16_padded_sym_g64": [read("gptq_sym", "pack_quantized_padded", bits=6, group=64, scale_type="bf16")],
     "ct_w7a16_padded_sym_g64": [read("gptq_sym", "pack_quantized_padded", bits=7, group=64, scale_type="bf16")],
     "ct_w8a16_asym_g64": [read("gptq", "pack_quantized", bits=8, group=64, scale_type="bf16")],
     "ct_w8a16_sym_g128": [read("gptq_sym", "pack_quantized", bits=8)],
     # the method "fp8" of transformers, and ModelOpt
-    "fp8_block128_float": [read("fp8a16_block", "deepseek")],
-    "fp8_block128_ue8m0": [read("fp8a16_block", "deepseek", scale_type="e8m0")],
-    "mo_fp8": [read("fp8a16_tensor", "compressed_tensors")],
+    "fp8_block128_float": [read(name, "deepseek") for name in ("fp8a16_block", "fp8_block")],
+    "fp8_block128_ue8m0": [
+        *(read(name, "deepseek", scale_type="e8m0") for name in ("fp8a16_block", "fp8_block")),
+        read("fp8_block_ue8m0", "deepseek"),
+    ],
+    "mo_fp8": [read(name, "compressed_tensors") for name in ("fp8a16_tensor", "fp8_static", "fp8_tensor_dynamic")],
     "mo_fp8_channel": [read(name, "modelopt") for name in ("fp8a16_channel", "fp8_dynamic")],
-    "mo_mxfp8": [read("mxfp8", "compressed_tensors")],
-    "mo_nvfp4": [read("nvfp4a16", "modelopt")],
+    "mo_mxfp8": [read(name, "compressed_tensors") for name in ("mxfp8", "mxfp8a8")],
+    "mo_nvfp4": [read(name, "modelopt") for name in ("nvfp4a16", "nvfp4")],
     # bitsandbytes, HQQ, GGUF
     "bnb_fp4": [read("bnb_fp4", "bitsandbytes")],
     "bnb_int8": [read("w8a16_group", "bitsandbytes", group="k")],
@@ -145,8 +150,15 @@ READINGS: dict[str, list[Reading]] = {
     "hqq_4bit_g64": [read("hqq", "hqq", bits=4)],
     "hqq_8bit_g64": [read("hqq", "hqq", bits=8)],
     # ModelSlim
-    "ms_w4a4_dynamic": [read("gptq_sym", "int_quantized", group="k", scale_type="f32")],
-    "ms_w4a4_flatquant": [read("gptq_sym", "int_quantized", group="k", scale_type="f32")],
+    "ms_w4a4_dynamic": [
+        read("gptq_sym", "int_quantized", group="k", scale_type="f32"),
+        read("w4a4", "modelslim", scale_type="f32"),
+    ],
+    "ms_w4a4_flatquant": [
+        read("gptq_sym", "int_quantized", group="k", scale_type="f32"),
+        read("w4a4_flatquant", "modelslim"),
+    ],
+    "ms_w4a8_dynamic": [read("w4a8_dynamic", "modelslim")],
     "ms_w8a16_asym": [read("w8a16_asym", "modelslim", zero_type="f32")],
     "ms_w8a16_asym_g64": [read("w8a16_asym", "modelslim", group=64, zero_type="f32")],
     "ms_w8a16_sym": [
@@ -155,9 +167,9 @@ READINGS: dict[str, list[Reading]] = {
         read("w8a16_asym", "modelslim", zero_type="f32"),
     ],
     "ms_w8a8_dynamic": [read(name, "compressed_tensors") for name in ("w8a16", "w8a8_dynamic")],
+    "ms_w8a8_mix": [read("w8a8_mix", "modelslim"), read("w8a8_dynamic", "compressed_tensors")],
 }
-# Their weights depend on tensors of the activations, or are packed as only a scheme with quantized activations knows.
-NOT_WEIGHTS_ALONE = {"ms_w4a8_dynamic", "ms_w8a8_bf16", "ms_w8a8_mix"}
+NOT_WEIGHTS_ALONE = {"ms_w8a8_bf16"}  # the scale of its weight times that of x is stored: see `scaled_sums`
 
 
 # ---- what a layout does not say ----------------------------------------------------------------------------------
@@ -181,13 +193,18 @@ PREPARED = {"awq_gemv_g128": groups_trimmed, "bnb_nf4_dq": absmax_decoded}
 
 
 # ---- reading -----------------------------------------------------------------------------------------------------
+WROTE = ("ref_input", "ref_flat_input", "ref_output", "float_output")
+
+
 @dataclass(frozen=True)
 class Layer:
-    """One module: its tensors by the names within it, and the weight that the tool decodes from them."""
+    """One module: its tensors by the names within it, the weight that the tool decodes from them, and by name, what else
+    the tool wrote of it: inputs, outputs, inputs that were transformed."""
 
     module: str
     tensors: dict[str, torch.Tensor]
     weight: torch.Tensor
+    wrote: dict[str, torch.Tensor]
 
 
 def layers(name: str) -> Iterator[Layer]:
@@ -198,7 +215,8 @@ def layers(name: str) -> Iterator[Layer]:
             tensors = {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118 (not a mapping)
             module = (file.metadata() or {}).get("module", "")
         weight = tensors.pop("reference")
-        yield Layer(module, tensors, weight)
+        wrote = {key: tensors.pop(key) for key in WROTE if key in tensors}
+        yield Layer(module, tensors, weight, wrote)
         return
     yield from _checkpoint(DATA / name, name)
 
@@ -210,11 +228,13 @@ def _checkpoint(directory: Path, name: str) -> Iterator[Layer]:
             stored |= load_file(file)
     # AWQ's two layouts hold the same weights, and only one of them comes with a reference
     known = directory.parent / ("awq_g128" if name == "awq_gemv_g128" else name) / "reference_dequant.safetensors"
-    for key, weight in load_file(known).items():
+    found = load_file(known)
+    for key, weight in found.items():
         module, _, last = key.rpartition(".")
         tensors = {part.removeprefix(f"{module}."): t for part, t in stored.items() if part.startswith(f"{module}.")}
         if last == "weight" and not (tensors.keys() <= {"weight", "bias"} and weight.dtype == tensors["weight"].dtype):
-            yield Layer(module, tensors, weight)
+            wrote = {name: found[f"{module}.{name}"] for name in WROTE if f"{module}.{name}" in found}
+            yield Layer(module, tensors, weight, wrote)
 
 
 def readings(name: str, layer: Layer) -> list[Reading]:
@@ -224,9 +244,12 @@ def readings(name: str, layer: Layer) -> list[Reading]:
 def patterns(
     scheme: Scheme, reading: Reading, tensors: Mapping[str, torch.Tensor], n: int, k: int
 ) -> dict[str, np.ndarray]:
-    """Bit patterns of the weight's tensors; what does not fit the layout fails here, as it does when a layer loads."""
+    """Bit patterns of the tensors of the weight, and of the activations, where the file has those; what does not fit the
+    layout fails here, as it does when a layer loads."""
     storage, sizes = scheme.layouts[reading.layout], {"e": 1, "m": 1, "n": n, "k": k}
     wanted = {tensor.name: tensor for tensor in scheme.weight.loaded}
+    of_x = {tensor.name: tensor for a in scheme.activations for tensor in a.operand.loaded}
+    wanted |= {b.tensor: of_x[b.tensor] for b in storage.bindings if b.tensor in of_x and b.source in tensors}
     problems = repack.mismatches(scheme, storage, tensors, "", sizes, wanted)
     assert not problems, "\n".join(map(str, problems))
     bindings = [binding for binding in storage.bindings if binding.tensor in wanted]
@@ -280,12 +303,102 @@ def test_whole_checkpoints(name):
         check(name, layer)
 
 
+# ---- activations -------------------------------------------------------------------------------------------------
+def quantized(name: str, scheme: str, phase: str = "", **params: Any) -> Iterator[tuple]:
+    """Every layer of a slice or a checkpoint that the tool ran: (the layer as qdsl loads it, the bit patterns it holds,
+    the tool's weight, what else it wrote)."""
+    whole = FIXTURES is not None and (FIXTURES / name).is_dir()
+    known = [*(layers(name) if name in SLICES else ()), *(_checkpoint(FIXTURES / name, name) if whole else ())]
+    ran = [found for found in known if "ref_input" in found.wrote]
+    if not ran:
+        pytest.skip("QDSL_FIXTURES names no folder with it")
+    for found in ran:
+        n, k = found.weight.shape
+        loaded = qdsl.load(scheme, act="f32", **params)
+        bias = any(t.role == "bias" and not t.optional for t in loaded.output.tensors)
+        layer = QuantLinear(loaded, k, n, bias, phase=phase).load(found.tensors, layout="modelslim")
+        sizes = {"e": 1, "m": 1, "n": n, "k": k}
+        bindings = [b for b in loaded.layouts["modelslim"].bindings if b.source in found.tensors]
+        held = {
+            b.tensor: repack.read(loaded, loaded.layouts["modelslim"], b, found.tensors, "", sizes) for b in bindings
+        }
+        yield layer, held, found.weight, found.wrote
+
+
+def apart(found: np.ndarray, expected: torch.Tensor) -> float:
+    """The largest difference, of the largest number."""
+    expected = expected.double().numpy()
+    return float(np.abs(found - expected).max() / np.abs(expected).max())
+
+
+def scaled_sums(held: Mapping[str, np.ndarray]) -> np.ndarray:
+    """The weight where the scale of the sum and that of x are stored: recovered by a division, as the tool does."""
+    q, d, c = (F32.decode(held[t]) if t != "q" else held[t].view(np.int8).astype(float) for t in "qdc")
+    return q * (d / c)[:, None]
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "phase"),
+    [
+        ("ms_w8a8_bf16", "w8a8_quant_bias", ""),
+        ("ms_w8a8_mix", "w8a8_quant_bias", ""),
+        ("ms_w8a8_mix", "w8a8_mix", "decode"),
+    ],
+)
+def test_calibrated_integers_are_the_tools_own(name, scheme, phase):
+    """ModelSlim's forward of a static layer, by the reference to the last bits of float32, and by a layer to its bound."""
+    for layer, held, weight, wrote in quantized(name, scheme, phase):
+        x = wrote["ref_input"]
+        expected = reference.linear(layer.scheme, x.double().numpy(), held, layer.out_features, phase=phase)
+        assert apart(expected.y, wrote["ref_output"]) < 5e-7
+        assert (np.abs(layer(x).double().numpy() - expected.y) <= expected.bound).all()
+        if scheme == "w8a8_quant_bias":
+            assert apart(scaled_sums(held), weight) < 1e-7
+
+
+def test_a_transform_is_the_tools_own():
+    for layer, held, _, wrote in quantized("ms_w4a4_flatquant", "w4a4_flatquant"):
+        x = wrote["ref_input"].double().numpy()
+        values = {name: F32.decode(held[name]) for name in ("left", "right")}
+        (transform,) = layer.scheme.activation().transforms
+        assert apart(reference.apply_transform(transform, x, values), wrote["ref_flat_input"]) < 1e-6
+        expected = reference.linear(layer.scheme, x, held, layer.out_features)
+        assert (np.abs(layer(wrote["ref_input"]).double().numpy() - expected.y) <= expected.bound).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "scheme", "params", "off"),
+    [
+        ("ms_w4a4_dynamic", "w4a4", {"scale_type": "f32"}, 0.35),
+        ("ms_w4a4_flatquant", "w4a4_flatquant", {}, 0.25),
+        ("ms_w4a8_dynamic", "w4a8_dynamic", {}, 0.2),
+        ("ms_w8a8_mix", "w8a8_mix", {}, 0.04),
+    ],
+)
+def test_activations_per_token_come_near_the_float_layer(name, scheme, params, off):
+    """No tool's numbers to the bit: its emulation takes scales along the other axis."""
+    for layer, held, _, wrote in quantized(name, scheme, **params):
+        if "float_output" not in wrote:  # a slice
+            continue
+        x, right = wrote["ref_input"], wrote["float_output"].double().numpy()
+        expected = reference.linear(layer.scheme, x.double().numpy(), held, layer.out_features)
+        assert (np.abs(layer(x).double().numpy() - expected.y) <= expected.bound).all()
+        assert np.linalg.norm(expected.y - right) < off * np.linalg.norm(right)
+
+
+def test_codes_that_a_tool_rounds_in_float32_are_inside_the_bound():
+    """ModelSlim's per-token int4 forward: one code of a layer lies next to a tie, and is the neighbour there."""
+    for layer, held, _, wrote in quantized("ms_w4a4_dynamic", "w4a4", scale_type="f32"):
+        expected = reference.linear(layer.scheme, wrote["ref_input"].double().numpy(), held, layer.out_features)
+        assert (np.abs(wrote["ref_output"].double().numpy() - expected.y) <= expected.bound).all()
+
+
 def test_every_slice_says_who_wrote_it():
     for name, path in SLICES.items():
         with safe_open(path, "pt") as file:
             assert re.search(r"\d+\.\d+", file.metadata()["writer"]), name
             assert file.metadata()["reference"], name
-    assert sum(path.stat().st_size for path in SLICES.values()) < 400_000
+    assert sum(path.stat().st_size for path in SLICES.values()) < 450_000
 
 
 def test_zeros_that_borrow_are_in_the_data():

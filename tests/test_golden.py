@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 import qdsl
-from qdsl.codegen.plan import plan
-from qdsl.codegen.target import target
+from qdsl.codegen.pipeline import emit
 
 CASES = [
     ("awq4", "cuda", "sm_80"),
@@ -15,10 +14,12 @@ CASES = [
     ("w8a8_static", "cpu", "x86-64-v3"),
     ("w4a8", "cpu", "x86-64-v3"),
     ("nvfp4", "cpu", "x86-64-v4"),
+    ("w4a4_flatquant", "cuda", "sm_80"),
+    ("w8a8_mix", "cpu", "x86-64-v3"),
 ]
 
 
 @pytest.mark.parametrize(("name", "kind", "arch"), CASES, ids=lambda v: v)
 def test_plan(name, kind, arch, golden):
     path = Path(__file__).parent / "golden" / f"{name}-{arch}.plan.txt"
-    golden(path, str(plan(qdsl.load(name), target(kind, arch))) + "\n")
+    golden(path, emit(qdsl.load(name), kind, arch, "plan") + "\n")

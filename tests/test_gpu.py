@@ -36,9 +36,10 @@ USED = [
     ("nvfp4", {"act": "bf16"}),
     ("q4_1", {"act": "f16"}),
     ("fp8a16_block", {"act": "bf16"}),
+    ("w4a4_flatquant", {"act": "f16"}),
     *(
         (str(Path(__file__).parent / "schemes" / f"{name}.q"), {"act": "bf16"})
-        for name in ("fresh", "gate_up_channel", "gate_up_actorder")
+        for name in ("fresh", "gate_up_channel", "gate_up_actorder", "smoothing", "phases")
     ),
 ]
 TYPES = {"f16": HALF, "bf16": BF16, "f32": torch.float32}
@@ -159,7 +160,7 @@ def test_variants_of_equal_order_give_equal_bits(params):
     for n, k in ((N, K), (80, 320), (320, 1344), (512, 4096)):
         layer, _ = filled(n=n, k=k, **params)
         legal = layer.kernel.variants(k)
-        variants = layer.manifest.variants[layer.kernel.arch]
+        variants = layer.manifest.variants[layer.kernel.arch][layer.kernel.phase]
         orders = {v.name: v.order for v in variants if v.name in legal and v.order is not None}
         for m in (1, 7, 33, 130):
             x, found = inputs(layer, m), {}

@@ -16,7 +16,7 @@ from qdsl.scheme import Scheme, Var, expert_name
 from qdsl.syntax import parse
 
 ROOT = Path(__file__).parent.parent
-SIZES = {"e": 3, "m": 5, "n": 50, "k": 328, "i": 8, "j": 41, "c": 8, "d": 41}
+SIZES = {"e": 3, "m": 5, "n": 50, "k": 328, "i": 8, "j": 41, "c": 8, "d": 41, "b": 82, "r": 3}
 
 
 def scheme(path: Path, **params) -> Scheme:
@@ -117,7 +117,7 @@ def test_experts():
 
 
 def test_flatquant_multiplies_from_both_sides():
-    transform = local("flatquant").activations[0].transforms[0]
+    transform = scheme(ROOT / "schemes" / "w4a4_flatquant.q").activations[0].transforms[0]
     rng = np.random.default_rng(0)
     left, right, x = rng.standard_normal((4, 4)), rng.standard_normal((6, 6)), rng.standard_normal((3, 24))
     expected = np.stack([left.T @ row.reshape(4, 6) @ right for row in x]).reshape(3, 24)

@@ -89,6 +89,23 @@ def test_compressed_tensors_padded(bits, k):
     holds(line(f"code q[n, k] : u{bits}", binding), q, packers.compressed_tensors_padded(q, bits))
 
 
+def stored(scheme: str, layout: str, name: str) -> Layout:
+    """The layout of one tensor of a shipped scheme."""
+    bindings = qdsl.load(scheme).layouts[layout].bindings
+    return next(b.layout for b in bindings if b.tensor == name)
+
+
+def test_modelslim_row_pairs():
+    q = codes(4, 12, 40)
+    holds(stored("w4a8_dynamic", "modelslim", "q"), q, packers.modelslim_row_pairs(q))
+
+
+@given(st.lists(st.floats(width=32, allow_nan=False), min_size=1, max_size=9))
+def test_modelslim_scale_in_i64(values):
+    s = np.array(values, np.float32)
+    holds(stored("w8a8_quant_bias", "modelslim_f16", "d"), s.view(np.uint32), packers.modelslim_scale_in_i64(s))
+
+
 def test_bitsandbytes_nf4():
     q = codes(4, 8, 16)
     holds(line("code q[n, k] : u4", 'q[n, (b l)] = "weight"[n b {l: 1 0}, 1] : u8'), q, packers.bitsandbytes_nf4(q))

@@ -76,10 +76,10 @@ def several(tmp_path, monkeypatch):
     folder = tmp_path / "artifacts" / "several"
     artifact = qdsl.compile(qdsl.load("awq4", act="f32"), "cpu", out=folder)
     (arch,) = artifact.manifest.libraries
-    (portable,) = artifact.manifest.variants[arch]
+    (portable,) = artifact.manifest.variants[arch][""]
     variants = tuple(replace(portable, name=name, order=order) for name, order in (("one", "a"), ("two", "b")))
     row = Row(1, 1, ((None, "two"),), ((None, "two"),))
-    manifest = replace(artifact.manifest, variants={arch: variants}, tables={arch: Table("by hand", row)})
+    manifest = replace(artifact.manifest, variants={arch: {"": variants}}, tables={arch: {"": Table("by hand", row)}})
     (folder / MANIFEST).write_text(manifest.to_json())
     monkeypatch.setattr(artifact_module, "_KERNELS", {})
     monkeypatch.setattr(tune, "rotation", lambda device: 1 << 16)
@@ -98,7 +98,7 @@ def run(folder, *shapes, tokens=(1, 4, 16, 64)):
 def test_an_artifact_is_tuned(several):
     folder, arch = several
     (found,) = run(folder, (192, 48), (256, 64), (192, 41))
-    assert found.arch == arch and not found.table.problems(found.artifact.manifest.variants[arch])
+    assert found.arch == arch and not found.table.problems(found.artifact.manifest.variants[arch][""])
     assert [(row.n, row.k) for row in found.table.rows] == [(41, 192), (48, 192), (64, 256)]
     assert all(row.free == ((4, "one"), (None, "two")) for row in found.table.rows)
     assert all(row.fixed == ((None, "two"),) for row in found.table.rows)
@@ -152,8 +152,8 @@ def test_random_weights_of_every_scheme_have_finite_answers(name):
     planned = plan(scheme, target("cuda", "sm_90a"))
     level = cpu_levels()[0]
     manifest = Manifest(
-        scheme.name, scheme.text, plain_params(scheme), "cpu", {level: ""}, planned.buffers, {level: planned.variants},
-        {level: planned.table}, planned.offset, None, (), {}, {}, scheme.bound,
+        scheme.name, scheme.text, plain_params(scheme), "cpu", {level: ""}, {level: planned.buffers}, {level: {"": planned.variants}},
+        {level: {"": planned.table}}, planned.offset, None, (), {}, {}, scheme.bound,
     )  # fmt: skip
     trial = tune.Trial(Kernel(Artifact(Path(), manifest), level, scheme), 200, 512, torch.device("cpu"))
     trial._prepare(3)
@@ -190,7 +190,7 @@ def test_the_command_keeps_the_tables(several, tmp_path, monkeypatch, capsys):
     tuned = open_artifact(folder)
     assert tuned.library(arch), "its digest is still that of the library"
     assert {file.name: file.read_bytes() for file in folder.iterdir() if file.name != MANIFEST} == before
-    assert tuned.manifest.tables[arch] == tables_from_json(out.read_text())[0]
+    assert tuned.manifest.tables[arch][""] == tables_from_json(out.read_text())[0]
     assert (
         tuned.manifest.choose(arch, 4, 48, 192).name == "one" and tuned.manifest.choose(arch, 5, 48, 192).name == "two"
     )
@@ -210,8 +210,8 @@ def test_an_artifact_shows_its_variants_and_their_table(several, capsys):
     assert "    by hand\n      any K and N: two\n" in shown
     assert main(["show", str(folder), "--json"]) == 0
     manifest = json.loads(capsys.readouterr().out)
-    assert [v["name"] for v in manifest["variants"][arch]] == ["one", "two"]
-    assert manifest["tables"][arch]["spare"]["free"] == [[None, "two"]]
+    assert [v["name"] for v in manifest["variants"][arch][""]] == ["one", "two"]
+    assert manifest["tables"][arch][""]["spare"]["free"] == [[None, "two"]]
 
 
 def test_without_a_gpu_it_is_one_clear_error(capsys, monkeypatch):

@@ -24,6 +24,10 @@ PARAMS = [
     ("gptq_sym", {"bits": 2}),
     ("gptq_actorder", {"bits": 3, "group": 32}),
     ("fp8_block", {"fmt": "e5m2", "block": 64}),
+    ("fp8_block_ue8m0", {"act": "f32", "block": 48}),
+    ("mxfp8a8", {"fmt": "e5m2", "act": "f32"}),
+    ("mxfp4a8", {"fmt": "e2m1"}),
+    ("w4a8_group", {"group": 20}),
 ]
 
 

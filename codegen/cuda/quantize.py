@@ -22,7 +22,7 @@ from qdsl.codegen.cuda.builder import assign, ceildiv, ptx, register, when, wide
 from qdsl.codegen.function import Parameters, open_function
 from qdsl.codegen.plan import Plan
 from qdsl.codegen.target import Target
-from qdsl.codegen.tir import as_float, divide, encode, round_to, storage, translate
+from qdsl.codegen.tir import as_float, divide, encode, round_to, translate
 from qdsl.dtype import DType
 from qdsl.expr import REDUCTIONS, Binary, Call, Expr, Ref, names, walk
 from qdsl.scheme import Group, Scheme, Tensor, Var
@@ -111,7 +111,7 @@ class _Token:
         self.found: dict[Call, tirx.Buffer] = {}
         self.kept: dict[str, tirx.Buffer] = {}
         self.reciprocals: dict[str, tirx.Buffer] = {}
-        self.kind = storage(plan.scheme.output.dtype)
+        self.kind = str(own.buffers["x"].dtype)
         self.words = T.alloc_local([held * PIECE * DTYPES[self.kind] // 4], "uint32")
         self.x = T.alloc_local([PIECE], "float32")
         self.k = T.int32(0)  # of the piece's first number

@@ -1,6 +1,7 @@
-scheme flatquant(act: type = f16)
-    "FlatQuant: x, seen as a matrix, is multiplied from both sides before it is quantized."
+scheme w4a4_flatquant(act: type = bf16)
+    "int4 x int4 per token, after x, seen as a matrix, is multiplied from both sides."
 
+# Sun et al., FlatQuant: Flatness Matters for LLM Quantization (2024).  The weight has the inverse in it already.
 weight {
     code  q[n, k] : i4
     scale s[n]    : f32
@@ -18,12 +19,17 @@ activation {
 }
 
 compute i4 -> i32
-output act
 
-layout modelslim {  # one code a byte
+output act {
+    bias b[n] : act optional
+    y = acc + b
+}
+
+layout modelslim {  # W4A4_FLATQUANT_DYNAMIC: one code a byte
     q     = "weight"             : i8
     s[n]  = "weight_scale"[n, 1] : f32
     left  = "left_trans"         : f32
     right = "right_trans"        : f32
     clip  = "clip_ratio"         : f32
+    b     = "bias"               : act
 }
