@@ -35,7 +35,8 @@ TOKENS = (1, 16, 32, 64, 128, 256, 1024, 4096)
 H200 = Ceilings(4.3e12, 1450e12, "an H200: bytes read, measured; dense 8-bit operations, in practice")
 # The scheme, its parameters, and the family of peers that it is beside.
 SCHEMES: tuple[tuple[str, dict[str, object], str], ...] = (
-    ("w8a8_dynamic", {}, "int8"), ("fp8_dynamic", {}, "fp8"), ("fp8_block", {}, "block"), ("w4a8", {"act": "bf16"}, "w4a8"),
+    ("w8a8_dynamic", {}, "int8"), ("fp8_dynamic", {}, "fp8"), ("fp8_block", {}, "block"),
+    ("w4a8_group", {"group": 128}, "w4a8"), ("w4a8_fp8", {}, "w4a8"),
 )  # fmt: skip
 
 

@@ -22,16 +22,19 @@ from qdsl.runtime.buffer import packed
 from qdsl.scheme import Scheme
 
 NEEDS = pytest.mark.skipif(nvcc() is None, reason="needs the headers of CUDA, which come with nvcc")
-TEST_SCHEMES = Path(__file__).parent / "schemes"
 SCHEMES = {
     "int8": qdsl.load("w8a8_dynamic"),
     "int8-f16": qdsl.load("w8a8_dynamic", act="f16"),
-    "w4a8": qdsl.load(TEST_SCHEMES / "w4a8_channel.q"),
+    "w4a8": qdsl.load("w4a8_dynamic"),
     "e4m3": qdsl.load("fp8_dynamic"),
     "e5m2": qdsl.load("fp8_dynamic", fmt="e5m2", act="f16"),
     "blocks": qdsl.load("fp8_block"),
+    "powers-of-two": qdsl.load("fp8_block_ue8m0"),
+    "static": qdsl.load("fp8_static"),
+    "w4a8-groups": qdsl.load("w4a8_group", group=128),
+    "w4a8-fp8": qdsl.load("w4a8_fp8"),
 }
-WHOLE, NIBBLES = ("w16", "w16_split", "w64_wide", "w128_tail"), ("w16", "w16_split", "w32_wide", "w64_tail", "w128")
+WHOLE, NIBBLES = ("w16", "w16_split", "w64_wide", "w128_tail"), ("w16", "w16_split", "w64_tail", "w128")
 
 
 def run(scheme: Scheme, names, shapes, folder: Path) -> dict[str, float]:
