@@ -76,7 +76,7 @@ def test_every_kind_of_byte(name, tmp_path):
 @pytest.mark.parametrize("name", ["int8", "blocks"])
 def test_many_tokens(name, tmp_path):
     """Instructions of 128 tokens, two for 256; sums of their own for 128 tokens and one of two blocks."""
-    worst = run(SCHEMES[name], ("w256", "w128_tall"), [(140, 72, 272)], tmp_path)
+    worst = run(SCHEMES[name], ("w256", "w128_tall"), [(140, 72, 400)], tmp_path)
     assert len(worst) == 2 and max(worst.values()) <= 1, worst
 
 

@@ -63,29 +63,29 @@ def _whole_byte_tiles(weight: ByteWeight) -> tuple[WarpgroupTile, ...]:
 
     Where products have sums of their own, a thread has those of 128 tokens beside those of all inputs.
     """
-    few = {"warpgroups": 1, "blocks": 1, "teams": 1, "slice": 2, "early": True}
+    fill = {"fill_warps": 2 if weight.token_scale else 1}
+    one = {"warpgroups": 1, "blocks": 1, "teams": 1, "early": True, **fill}
     room = {"registers": (232, 40) if weight.scale else (240, 24)}
-    many = room if weight.promoted else {}
-    large = {**room, "persistent": True, "staged": 64}
-    wide = {"warpgroups": 2, "blocks": 1, "teams": 1, "slice": 1, "stages": 4, **large}
+    two = {"warpgroups": 2, "blocks": 1, "teams": 1, **fill, **(room if weight.promoted else {})}
+    large = {"teams": 1, "slice": 1, "persistent": True, "staged": 64, **fill, **room}
     return (
-        WarpgroupTile("w16", 16, **few, stages=5, resident=2),
-        WarpgroupTile("w16_deep", 16, **few, stages=10),
-        WarpgroupTile("w16_split", 16, **few, stages=10, split=2),
-        WarpgroupTile("w32", 32, **few, stages=5, resident=2),
-        WarpgroupTile("w32_deep", 32, **few, stages=8),
-        WarpgroupTile("w32_split", 32, **few, stages=8, split=2),
-        WarpgroupTile("w64", 64, **few, stages=6),
-        WarpgroupTile("w64_split", 64, **few, stages=6, split=2),
-        WarpgroupTile("w64_wide", 64, warpgroups=2, blocks=1, teams=1, slice=2, stages=4),
-        WarpgroupTile("w128_narrow", 128, warpgroups=1, blocks=1, teams=1, slice=2, stages=4),
-        WarpgroupTile("w128", 128, warpgroups=2, blocks=1, teams=1, slice=2, stages=3, **many),
-        WarpgroupTile("w128_split", 128, warpgroups=2, blocks=1, teams=1, slice=2, stages=3, split=2, **many),
-        WarpgroupTile("w128_tail", 128, warpgroups=2, blocks=1, teams=1, slice=1, stages=6, persistent=True, tail=True, staged=64, **many),
-        WarpgroupTile("w128_tall", 128, warpgroups=2, blocks=2, teams=1, slice=1, stages=4, **large),
-        WarpgroupTile("w256", 256, **wide),
-        WarpgroupTile("w256_tail", 256, tail=True, **wide),
-    )  # fmt: skip
+        WarpgroupTile("w16", 16, **one, slice=2, stages=4, resident=2),
+        WarpgroupTile("w16_deep", 16, **one, slice=2, stages=10),
+        WarpgroupTile("w16_split", 16, **one, slice=2, stages=10, split=2),
+        WarpgroupTile("w32", 32, **one, slice=2, stages=4, resident=2),
+        WarpgroupTile("w32_deep", 32, **one, slice=2, stages=8),
+        WarpgroupTile("w32_split", 32, **one, slice=2, stages=8, split=2),
+        WarpgroupTile("w64", 64, **one, slice=2, stages=6),
+        WarpgroupTile("w64_split", 64, **one, slice=2, stages=6, split=2),
+        WarpgroupTile("w64_wide", 64, **two, slice=2, stages=4, early=True),
+        WarpgroupTile("w128_narrow", 128, **one, slice=2, stages=4),
+        WarpgroupTile("w128", 128, **two, slice=1, stages=6, early=True),
+        WarpgroupTile("w128_split", 128, **two, slice=1, stages=6, split=2, early=True),
+        WarpgroupTile("w128_tail", 128, **two, slice=1, stages=6, persistent=True, tail=True, staged=64),
+        WarpgroupTile("w128_tall", 128, warpgroups=2, blocks=2, **large, stages=4),
+        WarpgroupTile("w256", 256, warpgroups=2, blocks=1, **large, stages=4),
+        WarpgroupTile("w256_tail", 256, warpgroups=2, blocks=1, **large, stages=4, tail=True),
+    )
 
 
 def _nibble_tiles(weight: ByteWeight) -> list[WarpgroupTile]:
@@ -127,6 +127,7 @@ class WarpgroupTile:
     persistent: bool = False  # as many clusters as the GPU has room for, instead of one for every part of y
     tail: bool = False  # a persistent kernel's last round is shared by two CTAs along k, if it is short
     early: bool = False  # codes are asked for while the kernel before still runs
+    fill_warps: int = 1  # that take turns to fill scales and zeros
     staged: int = 16  # tokens that a warpgroup stores at once
 
     correct = "weights"
@@ -135,7 +136,7 @@ class WarpgroupTile:
     converts_fp8 = True  # in hardware, since sm_89
     looks_up_pairs = False
     swizzle = 1024  # bytes that the stages are aligned to
-    fillers, fill_warps = 32, 1  # threads that fill scales and zeros of a stage, and warps that take turns
+    fillers = 32  # threads that fill scales and zeros of a stage
 
     def __post_init__(self):
         # A slot belongs to one team: a team that met the slots of others could be a whole phase ahead of them, and a
@@ -145,6 +146,8 @@ class WarpgroupTile:
             consumer, producer = self.registers
             launched = 65536 // self.threads // 8 * 8
             assert consumer * self.consumers + producer * 128 <= launched * self.threads, self
+        # And is filled by one warp.
+        assert self.stages % self.fill_warps == 0 and self.fill_warps < 4, self
         # A slot is released once the next is being multiplied.
         assert self.stages >= 2 * self.teams, self
         assert not self.persistent or self.split == 1, self
@@ -183,7 +186,7 @@ class WarpgroupTile:
 
     @property
     def threads(self) -> int:
-        return self.consumers + (128 if self.registers else 64)
+        return self.consumers + (128 if self.registers else 32 * (1 + self.fill_warps))
 
     @property
     def x_shape(self) -> tuple[int, ...]:
