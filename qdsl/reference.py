@@ -295,6 +295,8 @@ def linear(
 
     |y - kernel| <= (roundings of the operands) + (roundings of the sum) + (rounding of the output)
 
+    What is computed of x on its way, by transforms or as scales and codes, is in float32 and off as `_slack` says.
+
     The operands round once to the compute type unless their core and factors are exact in it; the sum is a random walk
     of k roundings of the accumulator, taken at twice its standard deviation; integer sums are exact.  `offset` is the
     constant that a kernel's bit trick leaves in each code until the group is corrected: it enlarges the sum's terms.

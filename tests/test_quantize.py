@@ -31,7 +31,7 @@ SHAPES = [(2, 2048 + 264), (2, 72), (2, 133)]  # several stretches, part of one,
 SCHEMES = [
     ("w8a8_dynamic", {}), ("w8a8_dynamic", {"act": "f16"}), ("w8a8_static", {}), ("fp8_block", {}),
     ("fp8_block", {"fmt": "e5m2", "block": 32}), ("nvfp4", {}), ("w4a4", {}),
-    ("fp8_block_ue8m0", {}), ("mxfp8a8", {"act": "f32"}), ("mxfp4a8", {"fmt": "e2m1"}),
+    ("fp8_block_ue8m0", {}), ("mxfp8a8", {"act": "f32"}), ("mxfp4a8", {"fmt": "e2m1"}), ("w8a8_dynamic_asym", {}),
 ]  # fmt: skip
 ASYMMETRIC = """\
 scheme asymmetric(act: type = bf16)
