@@ -330,7 +330,7 @@ def _byte_loop(scheme: Scheme, weight: Split, activation: Split, target: Target)
     scales = (weight.promote, activation.promote)
     if any(e is not None and not isinstance(e, Ref) for e in scales):
         return None
-    scale, of_tokens = (None if e is None else e.name for e in scales)
+    scale, of_tokens = (e.name if isinstance(e, Ref) else None for e in scales)
     sizes = {*weight.groups, *activation.groups}
     group = next(iter(sizes), None)
     if len(sizes) > 1 or (group and group % 128):  # whole k tiles

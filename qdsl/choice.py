@@ -245,7 +245,9 @@ def table_of(
 
 
 def _only(times: Times, names: Collection[str]) -> Times:
-    return {m: {name: time for name, time in at_m.items() if name in names} for m, at_m in times.items()}
+    """The times of some; without those m for which none of them was timed, since it had fallen far behind the others."""
+    found = {m: {name: time for name, time in at_m.items() if name in names} for m, at_m in times.items()}
+    return {m: at_m for m, at_m in found.items() if at_m}
 
 
 # ---- files -------------------------------------------------------------------------------------------------------

@@ -189,6 +189,14 @@ def test_a_table_of_times_can_be_chosen_by(times):
         assert row.free == fastest(times[row.n, row.k])
 
 
+def test_what_is_right_for_every_k_may_have_been_timed_for_few_m():
+    """It serves all m where nothing else can."""
+    variants = (Variant("quick", (), k_multiple=16, order="a"), Variant("portable", (), order="b"))
+    table = table_of("measured", None, {(64, 64): {1: {"quick": 1, "portable": 20}, 8: {"quick": 2}}}, variants)
+    assert table.spare.free == table.spare.fixed == ((None, "portable"),)
+    assert table.rows[0].free == ((None, "quick"),)
+
+
 def test_a_limit_lies_at_the_largest_m_that_its_variant_wins():
     times = {1: {"a": 1, "b": 2}, 8: {"a": 2, "b": 2.5}, 16: {"a": 5, "b": 3}, 32: {"a": 9, "b": 4}}
     assert fastest(times) == ((8, "a"), (None, "b"))

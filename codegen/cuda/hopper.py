@@ -221,10 +221,10 @@ class _Parts:
 def _stages_of(k: Kernel):
     """The stages of the CTA's share of k, first and end.
 
-    A persistent kernel's teams, and warps that take turns, go on around the ring from part to part, so every part has as many
-    stages for each of them: what lies beyond K is zero.
+    A persistent kernel's teams go on around the ring from part to part, so every part has as many stages for each team: what
+    lies beyond K is zero.
     """
-    tile, size, teams = k.tile, k.tile.slice, max(k.tile.teams, k.tile.fill_warps)
+    tile, size, teams = k.tile, k.tile.slice, k.tile.teams
     if not tile.persistent:
         first, end = k.share
         return first // size, (end + (size - 1)) // size
@@ -271,9 +271,8 @@ def fitted(weight: Weight, tile: Cut) -> Cut | None:
     filled, and nothing is on its way when that takes longer.
     """
     most, found, least = min(SHARED, SM_SHARED // tile.resident - RESERVED), tile, 2 * tile.teams
-    step = max(tile.teams, tile.fill_warps)  # a slot belongs to one of them
     while pool_bytes(weight, found) > most and found.stages > least:
-        found = replace(found, stages=found.stages - step)
+        found = replace(found, stages=found.stages - tile.teams)
     fits = pool_bytes(weight, found) <= SHARED
     if tile.halved and found.stages == least and not (fits and tile.stages == least):
         return fitted(weight, cast("Cut", tile.halved))  # of the same class

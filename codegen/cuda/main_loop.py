@@ -42,6 +42,7 @@ def lower(plan: Plan) -> dict[str, tirx.PrimFunc]:
 
 def weight_of(scheme: Scheme, loop: MainLoop) -> Weight | ByteWeight:
     """The main loop's weight as kernels know it."""
+
     def loaded(name: str | None) -> str | None:
         kind = scheme.tensor(name).dtype if name else None
         return None if kind is None else str(kind) if kind.bits <= 8 else storage(kind)

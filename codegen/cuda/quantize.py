@@ -216,7 +216,9 @@ class _Token:
         self.kept[t.name] = scale = register(str(rounded.ty.dtype), rounded)
         if t.role == "scale":
             one = divide(T.float32(1), as_float(scale[0]))
-            self.reciprocals[t.name] = register("float32", T.if_then_else(as_float(scale[0]) == T.float32(0), T.float32(0), one))
+            self.reciprocals[t.name] = register(
+                "float32", T.if_then_else(as_float(scale[0]) == T.float32(0), T.float32(0), one)
+            )
 
     def _look(self, e: Expr, j: int):
         if isinstance(e, Call):
@@ -256,7 +258,10 @@ class _Token:
                 assign(words, at, _packed(t.dtype, [value(t, 4 * at + j) for j in range(4)], self.plan.target))
 
         # A scale of zero counts as large: its reciprocal is 0, and so is what is divided by it.
-        usual = [tirx.any(as_float(self.kept[d][0]) >= T.float32(TINY), as_float(self.kept[d][0]) == T.float32(0)) for d in divisors]
+        usual = [
+            tirx.any(as_float(self.kept[d][0]) >= T.float32(TINY), as_float(self.kept[d][0]) == T.float32(0))
+            for d in divisors
+        ]
         if usual:
             with T.If(tirx.all(*usual) if len(usual) > 1 else usual[0]):
                 with T.Then():

@@ -326,7 +326,9 @@ class FillTokenScales:
             at = self.view.index(slot, step, token * 4)
             at[2] = at[2] // 4
             with when(item < total):
-                T.buffer_store(held, small_float(k.weight.token_scale, T.cast(k.token_scale[tuple(place)], "uint32")), at)
+                T.buffer_store(
+                    held, small_float(k.weight.token_scale, T.cast(k.token_scale[tuple(place)], "uint32")), at
+                )
 
     def advance(self, tiles: int):
         assign(self.position, 0, self.position[0] + tiles * 64)

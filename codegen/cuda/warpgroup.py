@@ -30,7 +30,7 @@ class Warpgroup:
         self.cursor, self.previous = Cursor(tile.stages, self.team, 0), register("int32", T.int32(0))
         self.sets = 1 if k.weight.promoted else 2  # of fragments: those of a batch are read until it is done
         if self.from_registers:
-            assert 4 * tile.slice // tile.batch % self.sets == 0, f"{tile}: the batches of a stage alternate between sets"
+            assert 4 * tile.slice // tile.batch % self.sets == 0, f"{tile}: batches alternate between sets"
             self.fragments = T.alloc_local([self.sets * tile.batch * tile.blocks * 4], "uint32")
         self.acc = T.alloc_local([tile.blocks * self.width], k.weight.sums)  # [block, token tile, register]
         base, words = T.alloc_local([1], "uint64"), T.alloc_local([2], "uint32")

@@ -63,16 +63,15 @@ def _whole_byte_tiles(weight: ByteWeight) -> tuple[WarpgroupTile, ...]:
 
     Where products have sums of their own, a thread has those of 128 tokens beside those of all inputs.
     """
-    fill = {"fill_warps": 2 if weight.token_scale else 1}
-    one = {"warpgroups": 1, "blocks": 1, "teams": 1, "early": True, **fill}
+    one = {"warpgroups": 1, "blocks": 1, "teams": 1, "early": True}
     room = {"registers": (232, 40) if weight.scale else (240, 24)}
-    two = {"warpgroups": 2, "blocks": 1, "teams": 1, **fill, **(room if weight.promoted else {})}
-    large = {"teams": 1, "slice": 1, "persistent": True, "staged": 64, **fill, **room}
+    two = {"warpgroups": 2, "blocks": 1, "teams": 1, **(room if weight.promoted else {})}
+    large = {"teams": 1, "slice": 1, "persistent": True, "staged": 64, **room}
     return (
-        WarpgroupTile("w16", 16, **one, slice=2, stages=4, resident=2),
+        WarpgroupTile("w16", 16, **one, slice=2, stages=5, resident=2),
         WarpgroupTile("w16_deep", 16, **one, slice=2, stages=10),
         WarpgroupTile("w16_split", 16, **one, slice=2, stages=10, split=2),
-        WarpgroupTile("w32", 32, **one, slice=2, stages=4, resident=2),
+        WarpgroupTile("w32", 32, **one, slice=2, stages=5, resident=2),
         WarpgroupTile("w32_deep", 32, **one, slice=2, stages=8),
         WarpgroupTile("w32_split", 32, **one, slice=2, stages=8, split=2),
         WarpgroupTile("w64", 64, **one, slice=2, stages=6),
@@ -127,7 +126,6 @@ class WarpgroupTile:
     persistent: bool = False  # as many clusters as the GPU has room for, instead of one for every part of y
     tail: bool = False  # a persistent kernel's last round is shared by two CTAs along k, if it is short
     early: bool = False  # codes are asked for while the kernel before still runs
-    fill_warps: int = 1  # that take turns to fill scales and zeros
     staged: int = 16  # tokens that a warpgroup stores at once
 
     correct = "weights"
@@ -136,7 +134,7 @@ class WarpgroupTile:
     converts_fp8 = True  # in hardware, since sm_89
     looks_up_pairs = False
     swizzle = 1024  # bytes that the stages are aligned to
-    fillers = 32  # threads that fill scales and zeros of a stage
+    fillers, fill_warps = 32, 1  # threads that fill scales and zeros of a stage, and warps that take turns
 
     def __post_init__(self):
         # A slot belongs to one team: a team that met the slots of others could be a whole phase ahead of them, and a
@@ -146,8 +144,6 @@ class WarpgroupTile:
             consumer, producer = self.registers
             launched = 65536 // self.threads // 8 * 8
             assert consumer * self.consumers + producer * 128 <= launched * self.threads, self
-        # And is filled by one warp.
-        assert self.stages % self.fill_warps == 0 and self.fill_warps < 4, self
         # A slot is released once the next is being multiplied.
         assert self.stages >= 2 * self.teams, self
         assert not self.persistent or self.split == 1, self
@@ -186,7 +182,7 @@ class WarpgroupTile:
 
     @property
     def threads(self) -> int:
-        return self.consumers + (128 if self.registers else 32 * (1 + self.fill_warps))
+        return self.consumers + (128 if self.registers else 64)
 
     @property
     def x_shape(self) -> tuple[int, ...]:

@@ -150,7 +150,9 @@ class Consumer(Warpgroup):
     of their own, for a block of features and some tokens at a time."""
 
     def __init__(self, k: Kernel, stages: Ring):
-        self.weight = weight = k.weight
+        weight = k.weight
+        assert isinstance(weight, ByteWeight)
+        self.weight = weight
         self.tokens = min(k.tile.tokens, WIDEST)  # of an instruction
         self.from_registers = not weight.from_shared
         super().__init__(k, stages)
