@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from qdsl.codegen.cuda.builder import assign, ptx, settled
@@ -148,6 +149,9 @@ class ByteWeight:
 class Consumer(Warpgroup):
     """Weights that are read from the stage, or made out of nibbles; with `promoted` weights, products are summed in registers
     of their own, for a block of features and some tokens at a time."""
+
+    weight: ByteWeight
+    sums: tirx.Buffer
 
     def __init__(self, k: Kernel, stages: Ring):
         weight = k.weight
