@@ -151,13 +151,16 @@ class Consumer(Warpgroup):
     of their own, for a block of features and some tokens at a time."""
 
     weight: ByteWeight
-    sums: tirx.Buffer
+    tokens: int  # of an instruction
+    sums: tirx.Buffer  # of products: those of all inputs, or some registers for a time
+    scale: tirx.Buffer  # of a block's features c and c + 8
+    codes: tirx.Expr  # how far the team's codes are from the stage's tokens, in a descriptor
 
     def __init__(self, k: Kernel, stages: Ring):
         weight = k.weight
         assert isinstance(weight, ByteWeight)
         self.weight = weight
-        self.tokens = min(k.tile.tokens, WIDEST)  # of an instruction
+        self.tokens = min(k.tile.tokens, WIDEST)
         self.from_registers = not weight.from_shared
         super().__init__(k, stages)
         if not weight.promoted:
