@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import contextmanager
 
 from tvm import tirx
@@ -34,11 +35,11 @@ def register(dtype: str, value):
 SETTLED = "qdsl_settled"  # a function of the device, defined in `host`
 
 
-def settled(buffer, count: int):
-    """What reads so many registers stays behind this place. The compiler of C++ knows what an instruction writes, but not
+def settled(registers: Iterable):
+    """What reads these registers stays behind this place. The compiler of C++ knows what an instruction writes, but not
     that it is written later, when it has been waited for."""
-    for i in range(count):
-        T.evaluate(tirx.call_extern("int32", SETTLED, buffer[i]))
+    for register in registers:
+        T.evaluate(tirx.call_extern("int32", SETTLED, register))
 
 
 def zeros(n: int, dtype: str):

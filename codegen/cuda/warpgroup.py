@@ -28,10 +28,9 @@ class Warpgroup:
         ptx("shfl_sync.idx.b32", team[0], k.team, T.uint32(0), T.uint32(31), T.uint32(0xFFFFFFFF))
         self.team = team[0] if tile.teams > 1 else T.int32(0)
         self.cursor, self.previous = Cursor(tile.stages, self.team, 0), register("int32", T.int32(0))
-        self.sets = 1 if k.weight.promoted else 2  # of fragments: those of a batch are read until it is done
-        if self.from_registers:
-            assert 4 * tile.slice // tile.batch % self.sets == 0, f"{tile}: batches alternate between sets"
-            self.fragments = T.alloc_local([self.sets * tile.batch * tile.blocks * 4], "uint32")
+        if self.from_registers:  # those of a batch are read until it is done
+            assert 4 * tile.slice // tile.batch % 2 == 0, f"{tile}: batches of a stage alternate between fragments"
+            self.fragments = T.alloc_local([2 * tile.batch * tile.blocks * 4], "uint32")
         self.acc = T.alloc_local([tile.blocks * self.width], k.weight.sums)  # [block, token tile, register]
         base, words = T.alloc_local([1], "uint64"), T.alloc_local([2], "uint32")
         T.evaluate(T.cuda.wgmma.encode_matrix_descriptor(T.address_of(base[0]), k.pool.ptr_to([0]), 1, 64, 3))
@@ -55,7 +54,7 @@ class Warpgroup:
             assign(self.previous, 0, cursor.slot)
             cursor.advance(tile.teams)
         ptx("wgmma.wait_group.sync.aligned", 0)
-        settled(self.acc, tile.blocks * self.width)
+        settled(self.acc[r] for r in range(tile.blocks * self.width))
         with when(count[0] > 0):
             self.ring.release(self.previous[0])
         return count[0] > 0
@@ -79,5 +78,5 @@ class Warpgroup:
 
     def fragment(self, j: int, f: int) -> list:
         """Registers of the A fragment for times j of block f."""
-        first = 4 * (j % (self.sets * self.tile.batch) * self.tile.blocks + f)
+        first = 4 * (j % (2 * self.tile.batch) * self.tile.blocks + f)
         return [self.fragments[first + r] for r in range(4)]

@@ -66,6 +66,8 @@ def _whole_byte_tiles(weight: ByteWeight) -> tuple[WarpgroupTile, ...]:
     one = {"warpgroups": 1, "blocks": 1, "teams": 1, "early": True}
     room = {"registers": (232, 40) if weight.scale else (240, 24)}
     two = {"warpgroups": 2, "blocks": 1, "teams": 1, **(room if weight.promoted else {})}
+    # An even number of k tiles, where two of them are in the making (`wgmma_bytes.Consumer`).
+    three = {"slice": 2, "stages": 3} if weight.promoted else {"slice": 1, "stages": 6}
     large = {"teams": 1, "slice": 1, "persistent": True, "staged": 64, **room}
     return (
         WarpgroupTile("w16", 16, **one, slice=2, stages=5, resident=2),
@@ -78,9 +80,9 @@ def _whole_byte_tiles(weight: ByteWeight) -> tuple[WarpgroupTile, ...]:
         WarpgroupTile("w64_split", 64, **one, slice=2, stages=6, split=2),
         WarpgroupTile("w64_wide", 64, **two, slice=2, stages=4, early=True),
         WarpgroupTile("w128_narrow", 128, **one, slice=2, stages=4),
-        WarpgroupTile("w128", 128, **two, slice=1, stages=6, early=True),
-        WarpgroupTile("w128_split", 128, **two, slice=1, stages=6, split=2, early=True),
-        WarpgroupTile("w128_tail", 128, **two, slice=1, stages=6, persistent=True, tail=True, staged=64),
+        WarpgroupTile("w128", 128, **two, **three, early=True),
+        WarpgroupTile("w128_split", 128, **two, **three, split=2, early=True),
+        WarpgroupTile("w128_tail", 128, **two, **three, persistent=True, tail=True, staged=64),
         WarpgroupTile("w128_tall", 128, warpgroups=2, blocks=2, **large, stages=4),
         WarpgroupTile("w256", 256, warpgroups=2, blocks=1, **large, stages=4),
         WarpgroupTile("w256_tail", 256, warpgroups=2, blocks=1, **large, stages=4, tail=True),

@@ -30,6 +30,7 @@ from qdsl.codegen.cuda.warpgroup import Warpgroup
 from qdsl.codegen.cuda.weight import BYTES, Shared
 from qdsl.dtype import DType
 
+ROOM = 224  # registers of a thread for sums, products, their factors and fragments
 WIDEST = 128  # tokens of an instruction: TVM knows none of 256 for integers
 OPERANDS = {"i8": "s8", "e4m3": "e4m3", "e5m2": "e5m2"}  # in PTX
 # Codes in shared memory, as the descriptor of a matrix without swizzle has them: bytes of 8 features by 16 of k, and of 16
@@ -147,31 +148,41 @@ class ByteWeight:
 
 
 class Consumer(Warpgroup):
-    """Weights that are read from the stage, or made out of nibbles; with `promoted` weights, products are summed in registers
-    of their own, for a block of features and some tokens at a time."""
+    """Weights that are read from the stage, or made out of nibbles.
+
+    Promoted products have registers of their own, for a block of features and up to 128 tokens: a pass. Where there is room
+    for those of two, the multiplier has the next pass of a stage before the last one's products are added; not the next
+    stage's: ptxas lets no products be in the making around a loop while others are read.
+    """
 
     weight: ByteWeight
     tokens: int  # of an instruction
-    sums: tirx.Buffer  # of products: those of all inputs, or some registers for a time
-    scale: tirx.Buffer  # of a block's features c and c + 8
+    sums: tirx.Buffer  # of products
+    factors: tirx.Buffer  # of the last pass's products
     codes: tirx.Expr  # how far the team's codes are from the stage's tokens, in a descriptor
 
     def __init__(self, k: Kernel, stages: Ring):
-        weight = k.weight
+        weight, tile = k.weight, k.tile
         assert isinstance(weight, ByteWeight)
         self.weight = weight
-        self.tokens = min(k.tile.tokens, WIDEST)
+        self.tokens = min(tile.tokens, WIDEST)
         self.from_registers = not weight.from_shared
         super().__init__(k, stages)
         if not weight.promoted:
             self.sums = self.acc
         else:
-            self.sums = T.alloc_local([self.tokens // 2], weight.products)
-            self.scale = T.alloc_local([2 * self.tile.blocks], "float32")
+            self.passes = [(f, first) for f in range(tile.blocks) for first in range(0, tile.tokens, self.tokens)]
+            self.rows = 2 if weight.scale and not weight.uniform else 1  # of factors, each for so many tokens of a lane
+            self.count = self.tokens // 4 if weight.token_scale else 1
+            each, fragments = self.tokens // 2, 32 * tile.blocks if self.from_registers else 0
+            needed = tile.blocks * self.width + 2 * each + self.rows * self.count + fragments
+            self.deep = 2 if needed <= ROOM and len(self.passes) * tile.slice > 1 else 1
+            self.sums = T.alloc_local([self.deep * each], weight.products)
+            self.factors = T.alloc_local([self.rows * self.count], "float32")
         if not self.from_registers:
             # From x's descriptor, from whose address and leading offset of 1 this one differs by the same in every stage.
             # Of its own blocks, as all lanes say: the compiler is told that they agree.
-            blocks = k.thread // 128 % self.tile.warpgroups * (4 * self.tile.blocks)
+            blocks = k.thread // 128 % tile.warpgroups * (4 * tile.blocks)
             own = T.alloc_local([1], "uint32")
             agreed = (T.uint32(0), T.uint32(31), T.uint32(0xFFFFFFFF))
             ptx("shfl_sync.idx.b32", own[0], T.cast(blocks, "uint32"), *agreed)
@@ -185,8 +196,11 @@ class Consumer(Warpgroup):
         return super().multiply(begin, end)
 
     def fill(self, steps: Sequence[int]) -> None:
-        if not self.from_registers:
-            return
+        """Of promoted products, only the first of a stage: the others are made while those before are multiplied."""
+        if self.from_registers and (steps[0] == 0 or not self.weight.promoted):
+            self._unpack(steps)
+
+    def _unpack(self, steps: Sequence[int]) -> None:
         for j in steps:
             for f in range(self.tile.blocks):
                 self._load(j, f)
@@ -194,17 +208,26 @@ class Consumer(Warpgroup):
     def products(self, steps: Sequence[int], i) -> None:
         if not self.weight.promoted:
             return super().products(steps, i)
-        self._load_scales(steps[0] // 4)
-        for f in range(self.tile.blocks):
-            for first in range(0, self.tile.tokens, self.tokens):
-                ptx("wgmma.fence.sync.aligned")
-                for j in steps:
-                    self._multiply(self.sums, 0, j, f, first, j > steps[0])
-                ptx("wgmma.commit_group.sync.aligned")
-                factors = self._factors(steps[0] // 4, f, first)
+        end = 4 * self.tile.slice
+        ahead = range(steps[-1] + 1, min(steps[-1] + 1 + len(steps), end))
+        for p, (f, first) in enumerate(self.passes):
+            number = steps[0] // len(steps) * len(self.passes) + p  # of the pass in the stage
+            own, last = number % self.deep, self.deep == 1 or number == end // len(steps) * len(self.passes) - 1
+            ptx("wgmma.fence.sync.aligned")
+            for j in steps:
+                self._multiply(self.sums, own * self.tokens // 2, j, f, first, j > steps[0])
+            ptx("wgmma.commit_group.sync.aligned")
+            # What is loaded meanwhile stays behind the instructions, between which it would keep the next ones waiting.
+            T.evaluate(T.cuda.warp_sync())
+            if self.from_registers and p == 0:
+                self._unpack(ahead)
+            if self.deep == 2 and number > 0:
+                ptx("wgmma.wait_group.sync.aligned", 1)
+                self._promote(*self.passes[p - 1], 1 - own)
+            self._load_factors(steps[0] // 4, f, first)
+            if last:
                 ptx("wgmma.wait_group.sync.aligned", 0)
-                settled(self.sums, self.tokens // 2)
-                self._promote(f, first, factors)
+                self._promote(f, first, own)
 
     def issue(self, j: int, f: int, add) -> None:
         for first in range(0, self.tile.tokens, self.tokens):
@@ -233,50 +256,41 @@ class Consumer(Warpgroup):
         ptx("mov.b64", descriptor[0], low, high)
         return descriptor[0]
 
-    def _load_scales(self, i: int) -> None:
-        """The weight's scales of k tile i."""
-        if not self.weight.scale:
-            return
-        step = 64 * i // self.stage.step
-        for f in range(self.tile.blocks):
-            if self.weight.uniform:
-                kind, word = self.weight.scale, T.alloc_local([1], "uint32")
-                at = self.ring.views["scale"].ptr(self.cursor.slot, self.k.block(f), step, 0)
-                ptx(f"ld.shared.{ {1: 'u8', 2: 'u16', 4: 'b32'}[BYTES[kind]] }", word[0], at)
-                assign(self.scale, 2 * f, floats(self.k, kind, [word[0]])[0])
-                continue
-            words = load_groups(self.k, self.ring.views, self.cursor.slot, f, step)
-            for r, value in enumerate(floats(self.k, self.weight.scale, words["scale"])):
-                assign(self.scale, 2 * f + r, value)
-
-    def _factors(self, i: int, f: int, first: int) -> list[list]:
-        """What the products of k tile i are multiplied by, for block f and tokens first ..: of features c and c + 8, by token
-        of the lane; None: by nothing. They are made while the products are."""
-        weight = self.weight
-        scales = [self.scale[2 * f + (0 if weight.uniform else r)] if weight.scale else None for r in range(2)]
-        count = 2 * (self.tokens // 8)
+    def _load_factors(self, i: int, f: int, first: int) -> None:
+        """What the products of k tile i are multiplied by, for block f and tokens first ..: the group's scale of features c and
+        c + 8 times those of the lane's tokens."""
+        weight, views, slot, step = self.weight, self.ring.views, self.cursor.slot, 64 * i // self.stage.step
+        scales: list = []
+        if weight.uniform and weight.scale:
+            word = T.alloc_local([1], "uint32")
+            load = {1: "u8", 2: "u16", 4: "b32"}[BYTES[weight.scale]]
+            ptx(f"ld.shared.{load}", word[0], views["scale"].ptr(slot, self.k.block(f), step, 0))
+            scales = floats(self.k, weight.scale, [word[0]])[:1]
+        elif weight.scale:
+            scales = floats(self.k, weight.scale, load_groups(self.k, views, slot, f, step)["scale"])
         if not weight.token_scale:
-            return [[scale] * count for scale in scales]
-        tokens = T.alloc_local([count], "float32")
-        for j in range(count // 2):
+            for r, scale in enumerate(scales):
+                assign(self.factors, r, scale)
+            return
+        pair = T.alloc_local([2], "float32")
+        for j in range(self.tokens // 8):
             place = 4 * (first + 8 * j + self.k.lane % 4 * 2)
-            at = self.ring.views["token_scale"].ptr(self.cursor.slot, 64 * i // self.stage.step, place)
-            ptx("ld.shared.v2.f32", tokens[2 * j], tokens[2 * j + 1], at)
-        if not weight.scale:
-            return [[tokens[t] for t in range(count)]] * 2
-        if not weight.uniform:
-            return [[tokens[t] * scale for t in range(count)] for scale in scales]
-        for t in range(count):
-            assign(tokens, t, tokens[t] * scales[0])
-        return [[tokens[t] for t in range(count)]] * 2
+            ptx("ld.shared.v2.f32", pair[0], pair[1], views["token_scale"].ptr(slot, step, place))
+            for r in range(self.rows):
+                for t in range(2):
+                    assign(self.factors, r * self.count + 2 * j + t, pair[t] * scales[r] if scales else pair[t])
 
-    def _promote(self, f: int, first: int, factors: list[list]) -> None:
+    def _promote(self, f: int, first: int, own: int) -> None:
         """acc of block f and tokens first .. += the products, times their factors."""
+        weight, start = self.weight, own * self.tokens // 2
+        settled([self.sums[start + r] for r in range(self.tokens // 2)])
         for j in range(self.tokens // 8):
             for r in range(4):
-                at = f * self.width + first // 2 + 4 * j + r
-                value, factor = self.weight.number(self.sums[4 * j + r]), factors[r // 2][2 * j + r % 2]
-                assign(self.acc, at, self.acc[at] + (value if factor is None else value * factor))
+                at, value = f * self.width + first // 2 + 4 * j + r, weight.number(self.sums[start + 4 * j + r])
+                if weight.scale or weight.token_scale:
+                    token = 2 * j + r % 2 if weight.token_scale else 0
+                    value = value * self.factors[(r // 2 if self.rows == 2 else 0) * self.count + token]
+                assign(self.acc, at, self.acc[at] + value)
 
     def _load(self, j: int, f: int) -> None:
         """The A fragments for times j and j + 1 of block f, if j is even: a byte has a nibble of feature c and one of c + 8.
