@@ -89,7 +89,7 @@ def test_activations_are_those_of_the_reference(name):
 
 def test_int4_for_vllm_holds_the_same_weight():
     """Words, scales in e4m3 and scales of channels give the weight, and so do products of codes and scales in e4m3."""
-    ((scheme, family),) = a8.chosen("w4a8")
+    ((scheme, family),) = a8.chosen("w4a8_group")
     given = a8.random_problem(scheme, family, K, N, 1, CPU)
     words, groups, channels = peers_a8.w4a8_form(given.stored)
     nibbles = words.numpy().view(np.uint32)[..., None] >> np.arange(0, 32, 4, dtype=np.uint32) & 15
@@ -114,7 +114,7 @@ def test_int4_per_channel_has_the_scales_of_groups(tmp_path):
 
 
 def test_rules_are_those_of_schemes():
-    assert [a8.rule_of(scheme) for scheme, _ in a8.chosen(None)] == ["int8", "fp8", "block", "int8"]
+    assert [a8.rule_of(scheme) for scheme, _ in a8.chosen(None)] == ["int8", "fp8", "block", "int8", "fp8"]
     with pytest.raises(Error, match="no peer quantizes activations as it does"):
         a8.rule_of(qdsl.load("fp8_dynamic", fmt="e5m2"))
 
@@ -236,7 +236,7 @@ def test_humming_quantizes_itself(monkeypatch):
     int8, fp8 = ({"dtype": name, "group_size": 0} for name in ("int8", "float8e4m3"))
     assert configs == [
         ("humming_int8", "uint8", 0, int8), ("humming_fp8", "float8e4m3", 0, fp8),
-        ("humming_w4a8int8", "uint4", 128, int8), ("humming_w4a8fp8", "uint4", 128, fp8),
+        *2 * [("humming_w4a8int8", "uint4", 128, int8), ("humming_w4a8fp8", "uint4", 128, fp8)],
     ]  # fmt: skip
 
 
@@ -297,12 +297,12 @@ def test_what_is_slow_is_timed_once(monkeypatch):
 # ---- runs --------------------------------------------------------------------------------------------------------
 def test_schemes_and_contenders_are_chosen_by_name():
     assert [scheme.name for scheme, _ in a8.chosen(None)] == MEASURED
-    assert [(s.name, f) for s, f in a8.chosen("w4a8, fp8_block")] == [("w4a8", "w4a8"), ("fp8_block", "block")]
+    assert [(s.name, f) for s, f in a8.chosen("w4a8_fp8, fp8_block")] == [("w4a8_fp8", "w4a8"), ("fp8_block", "block")]
     assert all(str(scheme.output.dtype) == "bf16" for scheme, _ in a8.chosen(None))
     with pytest.raises(Error, match=r"no 'awq4' among w8a8_dynamic, .*; NAME:FAMILY is any other"):
         a8.chosen("awq4")
     with pytest.raises(Error, match="no family 'int4' among int8, fp8, block, w4a8"):
-        a8.chosen("w4a8:int4")
+        a8.chosen("w4a8_fp8:int4")
     found = [c for scheme, family in a8.chosen(None) for c in a8.contenders(scheme, family, None)]
     assert {c.name for c in a8.named(found, "qdsl")} == {"qdsl", "qdsl_with_quantization"}
     assert {c.name for c in a8.named(found, "sgl, humming_fp8")} == {"sgl", "humming_fp8_with_quantization"}

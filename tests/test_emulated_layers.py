@@ -52,7 +52,7 @@ def emulated(tmp_path_factory):
             variant = replace(next(v for v in planned.variants if v.name == "m8"), order="by rising k")
             manifest = Manifest(
                 scheme.name, scheme.text, plain_params(scheme), "cpu", {level: file.name}, {level: planned.buffers}, {level: {"": (variant,)}},
-                {level: {"": only("m8")}}, planned.offset, None, (), {}, {file.name: hashlib.sha256(file.read_bytes()).hexdigest()}, scheme.bound,
+                {level: {"": only("m8")}}, planned.offset, None, None, (), {}, {file.name: hashlib.sha256(file.read_bytes()).hexdigest()}, scheme.bound,
             )  # fmt: skip
             (folder / MANIFEST).write_text(manifest.to_json())
             known[scheme.bound] = folder

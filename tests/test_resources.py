@@ -7,7 +7,8 @@ import pytest
 from qdsl.cache import nvcc
 from qdsl.codegen.cuda import hopper, host, mma, warp, wgmma
 from qdsl.codegen.cuda.candidates import candidates
-from qdsl.codegen.cuda.weight import Weight
+from qdsl.codegen.cuda.weight import Shared, Weight
+from qdsl.codegen.cuda.wgmma_bytes import ByteWeight
 from qdsl.codegen.target import target
 from qdsl.dtype import dtype
 
@@ -19,6 +20,8 @@ INT8 = Weight("bfloat16", 0, None, None, None, dtype("i8"))
 NVFP4 = Weight("bfloat16", 0, None, "e4m3", 16, dtype("e2m1"))
 FIVE = Weight("float16", 0, "u5", "float16", 64, dtype("u5"))
 TABLE = Weight("bfloat16", 0, None, "float16", 48, dtype("u5"), tuple(i / 8 - 1 for i in range(24)))
+E4M3 = ByteWeight(dtype("e4m3"), dtype("e4m3"), "bfloat16", 64, "float32", Shared(128, 64), "float32")
+NIBBLES = ByteWeight(dtype("i8"), dtype("i4"), "bfloat16", 64, "float32")
 
 
 def plain(sums, m, features, buffers):
@@ -37,8 +40,10 @@ def plain(sums, m, features, buffers):
         ("sm_90a", NVFP4, 8),  # two registers, outside of the loop
         ("sm_80", FIVE, 0),
         ("sm_80", TABLE, 0),
+        ("sm_90a", E4M3, 64),  # 256 tokens: sums, products and their factors
+        ("sm_90a", NIBBLES, 8),
     ],
-    ids=["sm_80", "sm_90a", "symmetric", "mixed", "int8", "nvfp4", "five", "table"],
+    ids=["sm_80", "sm_90a", "symmetric", "mixed", "int8", "nvfp4", "five", "table", "blocks", "nibbles"],
 )
 def test_nothing_spills_and_no_wgmma_waits_for_the_compiler(arch, weight, spilled, tmp_path):
     """Run with -s to read the registers. ptxas warns where it waits after every wgmma, which costs half the speed."""

@@ -11,6 +11,7 @@ from qdsl.codegen.cuda.builder import ptx, when, wide
 from qdsl.codegen.cuda.kernel import Kernel
 from qdsl.codegen.cuda.stage import Stage
 
+FINISHED = 128  # tokens whose sums go through the epilogue at once: those of twice as many have no room beside the sums
 PITCH = 64 * 2 + 16  # bytes of a staged token: 64 features, and padding that puts 8 rows into different banks
 
 
@@ -36,32 +37,33 @@ def store_direct(k: Kernel, acc, epilogue, buffers, y):
         ptx("bar.sync", T.uint32(15), T.uint32(tile.consumers))  # nobody reads the ring any more
     for f in range(tile.blocks):
         n0 = (k.o0 + (group * tile.blocks + f) * 4) * k.block_outputs
-        pairs = _finished(k, acc, f, n0, epilogue, buffers)
         for token in range(0, tile.tokens, tile.staged):
+            if token % FINISHED == 0:
+                pairs = _finished(k, acc, f, token, n0, epilogue, buffers)
             count = min(tile.staged, tile.tokens - token)
             with when(k.stores(k.m0 + token, count)):
                 sync()  # the tokens staged before have been read
                 for some in range(0, count, 16):  # the four matrices of one stmatrix
                     place = own + some * (PITCH // 2)
-                    _stage_tokens(k, pairs, token + some, min(16, count - some), staging, place)
+                    _stage_tokens(k, pairs, token % FINISHED + some, min(16, count - some), staging, place)
                 sync()
                 _store_rows(k, staging, own, k.m0 + token, n0, count, y)
 
 
-def _finished(k: Kernel, acc, f: int, n0, epilogue, buffers):
-    """Block f of all tokens as numbers of y, two tokens in a register: [token tile, feature c or c + 8].
+def _finished(k: Kernel, acc, f: int, token: int, n0, epilogue, buffers):
+    """Block f of up to 128 tokens as numbers of y, two tokens in a register: [token tile, feature c or c + 8].
 
     All at once: what the epilogue loads is then on its way together, for no barrier is in between.
     """
     lane, warp, half, own = k.lane, k.thread // 32 % 4, k.weight.half.ptx, k.block_outputs
-    across, token_tiles = own // 8, k.tile.tokens // 8
-    pairs = T.alloc_local([across * token_tiles], "uint32")
-    for i in range(token_tiles):
+    across, tiles = own // 8, min(FINISHED, k.tile.tokens - token) // 8
+    pairs = T.alloc_local([across * tiles], "uint32")
+    for i in range(tiles):
         for h in range(across):
             values = []
             for p in range(2):
-                first = (f * token_tiles + i) * 4 + 2 * h + p
-                m = tirx.min(k.m0 + 8 * i + lane % 4 * 2 + p, k.M - 1)
+                first = (f * k.tile.tokens + token) // 2 + 4 * i + 2 * h + p
+                m = tirx.min(k.m0 + token + 8 * i + lane % 4 * 2 + p, k.M - 1)
                 n = tirx.min(n0 + warp * own + lane // 4 + 8 * h, k.N - 1)
                 sums = [k.weight.finished(acc[first + 2 * part]) for part in range(k.parts)]
                 values.append(epilogue(sums, wide(m), k.features(n), buffers))
@@ -70,7 +72,7 @@ def _finished(k: Kernel, acc, f: int, n0, epilogue, buffers):
 
 
 def _stage_tokens(k: Kernel, pairs, token: int, count: int, staging, start):
-    """Tokens token .. token + count of a block, finished, to the staging from `start` on.
+    """Tokens token .. token + count of those finished to the staging, from `start` on.
 
     A warp holds matrices of 8 features x 8 tokens, neighbouring tokens in a register; stmatrix with .trans stores them
     as rows of 8 features. Lane l names row l % 8 of matrix l // 8: token tile l // 16, features 8 (l // 8 % 2) on; where
