@@ -48,8 +48,8 @@ def lower(name: str, dtype: str, target: Target) -> tirx.PrimFunc:
                 four = (places[half + j] for j in range(4))
                 ptx("ld.global.v4.b32", *four, source.ptr_to([wide(first + half)]))
         if target.dependent_launch:
+            overlap.let_in()  # the product, which asks for its weights before it waits
             overlap.wait()
-            overlap.let_in()
         with T.serial(0, (inputs + (HELD - 1)) // HELD, unroll=False) as part:
             start = part * HELD
             T.evaluate(T.cuda.cta_sync())

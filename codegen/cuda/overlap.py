@@ -6,8 +6,10 @@ each pays a microsecond or two less, and the memory is not idle while one ends a
 
 What the predecessor wrote is visible after `wait` only: x, what the epilogue adds, and what y overwrites is not touched
 before. Weights are: they do not change between products, and whoever changes them waits until that is done
-(`QuantLinear`). A kernel lets its successor in only after its own `wait`, so that whatever ran before its predecessor has
-ended, for everyone.
+(`QuantLinear`). Every CTA waits, and a kernel has ended when all of its CTAs have: so whoever has waited for its predecessor
+has waited for all that ran before. A product lets its successor in after its own `wait`, when it has all the room it needs.
+What prepares x for a product is small, and lets it in before: so the product asks for its weights while the product before
+still runs.
 """
 
 from __future__ import annotations
@@ -21,5 +23,5 @@ def wait():
 
 
 def let_in():
-    """Let the successor's CTAs in, once every CTA has said so; after `wait`."""
+    """Let the successor's CTAs in, once every CTA has said so."""
     ptx("griddepcontrol.launch_dependents")

@@ -80,8 +80,8 @@ def lower(plan: Plan, args: tuple[str, ...]) -> tirx.PrimFunc:
         cta = T.cta_id([T.cast(own.sizes["m"], "int32") * (1 if whole else stretches)])
         thread = T.thread_id([THREADS])
         if plan.overlapped:
+            overlap.let_in()  # the product, which asks for its weights before it waits
             overlap.wait()
-            overlap.let_in()
         token = _Token(plan, own, thread, cta if whole else tirx.truncdiv(cta, stretches), held)
         if whole:
             token.reduce_row([call for t in rows for call in _reductions(t)], stretches)

@@ -66,13 +66,14 @@ def _whole_byte_tiles(weight: ByteWeight) -> tuple[WarpgroupTile, ...]:
     one = {"warpgroups": 1, "blocks": 1, "teams": 1, "early": True}
     room = {"registers": (232, 40) if weight.scale else (240, 24)}
     two = {"warpgroups": 2, "blocks": 1, "teams": 1, **(room if weight.promoted else {})}
-    # An even number of k tiles, where two of them are in the making (`wgmma_bytes.Consumer`).
+    # Where products of k tiles wait for each other at the end of a stage, stages are longer (`wgmma_bytes.Consumer`).
     three = {"slice": 2, "stages": 3} if weight.promoted else {"slice": 1, "stages": 6}
+    deep = {"slice": 4, "stages": 5} if weight.promoted else {"slice": 2, "stages": 10}
     large = {"teams": 1, "slice": 1, "persistent": True, "staged": 64, **room}
     return (
         WarpgroupTile("w16", 16, **one, slice=2, stages=5, resident=2),
-        WarpgroupTile("w16_deep", 16, **one, slice=2, stages=10),
-        WarpgroupTile("w16_split", 16, **one, slice=2, stages=10, split=2),
+        WarpgroupTile("w16_deep", 16, **one, **deep),
+        WarpgroupTile("w16_split", 16, **one, **deep, split=2),
         WarpgroupTile("w32", 32, **one, slice=2, stages=5, resident=2),
         WarpgroupTile("w32_deep", 32, **one, slice=2, stages=8),
         WarpgroupTile("w32_split", 32, **one, slice=2, stages=8, split=2),

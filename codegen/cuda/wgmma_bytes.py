@@ -157,7 +157,11 @@ class Consumer(Warpgroup):
 
     weight: ByteWeight
     tokens: int  # of an instruction
+    passes: list[tuple[int, int]]  # of a k tile: block, first token
+    deep: int  # passes whose products are in registers
     sums: tirx.Buffer  # of products
+    rows: int  # of factors: 1 if features c and c + 8 have the same
+    count: int  # factors of a row: one for each of a lane's tokens, or 1 for all
     factors: tirx.Buffer  # of the last pass's products
     codes: tirx.Expr  # how far the team's codes are from the stage's tokens, in a descriptor
 
@@ -172,7 +176,7 @@ class Consumer(Warpgroup):
             self.sums = self.acc
         else:
             self.passes = [(f, first) for f in range(tile.blocks) for first in range(0, tile.tokens, self.tokens)]
-            self.rows = 2 if weight.scale and not weight.uniform else 1  # of factors, each for so many tokens of a lane
+            self.rows = 2 if weight.scale and not weight.uniform else 1
             self.count = self.tokens // 4 if weight.token_scale else 1
             each, fragments = self.tokens // 2, 32 * tile.blocks if self.from_registers else 0
             needed = tile.blocks * self.width + 2 * each + self.rows * self.count + fragments
