@@ -335,10 +335,8 @@ def linear(
     return epilogue(scheme, acc, error, {**patterns, **computed})
 
 
-RUN, PRODUCTS = (
-    128,
-    32,
-)  # inputs whose products a multiplier of fp8 sums before they are added to a float32, and at once
+RUN = 128  # inputs whose products a multiplier of fp8 sums before they are added to a float32
+PRODUCTS = 32  # of an instruction
 
 
 def _short_sums(a: np.ndarray, w: np.ndarray, kept: int) -> np.ndarray:

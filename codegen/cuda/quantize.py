@@ -31,7 +31,7 @@ THREADS = 512
 PIECE = 8  # numbers of a thread, side by side: 16 bytes of x, and 8 of codes
 HELD = 4  # pieces of a thread, THREADS pieces apart
 TINY = 2.0**-100  # below it a scale may have no reciprocal
-DTYPES = {"float16": 2, "bfloat16": 2, "float32": 4}  # bytes of a number of x
+BYTES = {"float16": 2, "bfloat16": 2, "float32": 4}  # of a number of x
 START = {"amax": -np.inf, "amin": np.inf}
 COMBINE = {"amax": "max.NaN.f32", "amin": "min.NaN.f32"}  # a NaN among the numbers is what comes out
 ROW, GROUP, CODE = "row", "group", "code"
@@ -112,7 +112,8 @@ class _Token:
         self.kept: dict[str, tirx.Buffer] = {}
         self.reciprocals: dict[str, tirx.Buffer] = {}
         self.kind = str(own.buffers["x"].dtype)
-        self.words = T.alloc_local([held * PIECE * DTYPES[self.kind] // 4], "uint32")
+        self.size, self.each = BYTES[self.kind], PIECE * BYTES[self.kind] // 4  # bytes of a number, words of a piece
+        self.words = T.alloc_local([held * self.each], "uint32")
         self.x = T.alloc_local([PIECE], "float32")
         self.k = T.int32(0)  # of the piece's first number
 
@@ -123,9 +124,8 @@ class _Token:
 
     def ask(self, stretch) -> None:
         """The thread's pieces of a stretch, into registers; what lies beyond K is 0."""
-        each, size = len_of(self.words) // self.held, DTYPES[self.kind]
-        x = self.own.buffers["x"]
-        for at in range(len_of(self.words)):
+        each, size, x = self.each, self.size, self.own.buffers["x"]
+        for at in range(self.held * each):
             assign(self.words, at, T.uint32(0))
         with T.If(self.K % PIECE == 0):
             with T.Then():
@@ -146,12 +146,11 @@ class _Token:
 
     def take(self, stretch, piece: int) -> None:
         """One of the pieces as numbers."""
-        each, size = len_of(self.words) // self.held, DTYPES[self.kind]
         self.k = self.first(stretch, piece)
         for j in range(PIECE):
-            word = self.words[piece * each + j * size // 4]
+            word = self.words[piece * self.each + j * self.size // 4]
             half = word >> T.uint32(16) if j % 2 else word & T.uint32(0xFFFF)
-            assign(self.x, j, T.reinterpret("float32", word) if size == 4 else _float(self.kind, half))
+            assign(self.x, j, T.reinterpret("float32", word) if self.size == 4 else _float(self.kind, half))
 
     # ---- reductions ---------------------------------------------------------------------------------------------
     def reduce_row(self, calls: Sequence[Call], stretches) -> None:
@@ -291,10 +290,6 @@ def _multiplied(e: Expr, scales: set[str]) -> Expr:
         case Binary(op, left, right):
             return Binary(op, _multiplied(left, scales), _multiplied(right, scales))
     return e
-
-
-def len_of(buffer) -> int:
-    return int(buffer.shape[0])
 
 
 def _float(kind: str, half):
