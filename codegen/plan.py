@@ -156,6 +156,8 @@ def plan(scheme: Scheme, target: Target, held: Mapping[str, Buffer] | None = Non
     if held and any(held.get(b.tensor, b) != b for b in buffers):
         loop, buffers = None, tuple(held.get(b.tensor, b) for b in buffers)
     multiply, notes = _multiply(scheme, target) if loop is None else (compute.operand, ())
+    if loop and loop.activation:
+        multiply = in_bytes(compute.operand)
     step = _step(scheme, weight, x_split)
     loaded = [b.tensor for b in buffers if b.tensor not in transform_only(scheme)]
     computed = [t for t in activation.operand.tensors if not t.loaded] if activation else []
@@ -319,12 +321,16 @@ def _byte_loop(scheme: Scheme, weight: Split, activation: Split, target: Target)
     for all of k, their factors."""
     operand, code = scheme.compute.operand, scheme.code
     (name,) = names(activation.core) if isinstance(activation.core, Ref) else ("",)
-    rest = (weight.fold, weight.correction, activation.fold, activation.correction)
-    if operand.name not in target.byte_fragments or any(e is not None for e in rest) or weight.core != Ref(code.name):
+    rest, multiplied = (weight.fold, weight.correction, activation.fold, activation.correction), in_bytes(operand)
+    if (
+        multiplied.name not in target.byte_fragments
+        or any(e is not None for e in rest)
+        or weight.core != Ref(code.name)
+    ):
         return None
     if name == "x" or scheme.tensor(name).dtype != operand or scheme.output.dtype.bits != 16 or len(code.index) != 2:
         return None
-    widened = operand.name in ("i8", "e4m3") and code.dtype == dtype("i4")
+    widened = multiplied.name in ("i8", "e4m3") and code.dtype == dtype("i4")
     if (code.dtype != operand and not widened) or scheme.output.half:
         return None
     scales = (weight.promote, activation.promote)
@@ -344,6 +350,11 @@ def _byte_loop(scheme: Scheme, weight: Split, activation: Split, target: Target)
     if of_tokens and scheme.tensor(of_tokens).index[0] != Var("m"):
         return None
     return MainLoop(code.name, scale, None, 0, group, activation=name, token_scale=of_tokens)
+
+
+def in_bytes(operand: DType) -> DType:
+    """The type that wgmma multiplies operands in: there is none for 4 bits, and a byte holds each of those."""
+    return dtype("i8") if operand == dtype("i4") else operand
 
 
 def _weight(scheme: Scheme, loop: MainLoop) -> Weight | ByteWeight:
@@ -453,11 +464,8 @@ def _main_loop_variants(
     from qdsl.codegen.cuda import measured, model
     from qdsl.codegen.cuda.candidates import candidates
 
-    given = [loop.code, *loop.grouped]
-    rest = [t.name for t in scheme.tensors if t.loaded and t.role != "index" and t.name not in given]
-    before, x = tuple(portable[:-1]), loop.activation or "x"
-    given = [*given, *([loop.token_scale] if loop.token_scale else [])]
-    rest = [*computed_factors(scheme, loop), *rest]
+    given = [loop.code, *loop.grouped, *([loop.token_scale] if loop.token_scale else [])]
+    before, x, rest = tuple(portable[:-1]), loop.activation or "x", epilogue_tensors(scheme, loop)
     if loop.order:
         before, x = (Step("order_inputs", ("x", SOURCE, ORDERED)),), ORDERED
     weight = _weight(scheme, loop)
@@ -480,11 +488,16 @@ def _main_loop_variants(
     return variants, table
 
 
-def computed_factors(scheme: Scheme, loop: MainLoop) -> list[str]:
-    """What is computed of x beside its codes, and the epilogue takes."""
+def epilogue_tensors(scheme: Scheme, loop: MainLoop) -> list[str]:
+    """What kernels take for their epilogue: what is computed of x beside its codes, then what is loaded beside the weight; not
+    what x alone is prepared with."""
     activation = scheme.activation() if loop.activation else None
-    tensors, used = activation.operand.tensors if activation else (), (loop.activation, loop.token_scale)
-    return [t.name for t in tensors if not t.loaded and t.name not in used]
+    taken = {loop.code, *loop.grouped, loop.activation, loop.token_scale}
+    if activation:
+        taken |= {t.name for t in activation.operand.loaded} - set(names(activation.operand.decode))
+    found = [t for t in scheme.tensors if t.name not in taken and t.role != "index"]
+    computed = [t for t in activation.operand.tensors if not t.loaded and t.name not in taken] if activation else []
+    return [t.name for t in (*computed, *(t for t in found if t.loaded))]
 
 
 # ---- kernel layouts ----------------------------------------------------------------------------------------------

@@ -33,6 +33,8 @@ SCHEMES = {
     "static": qdsl.load("fp8_static"),
     "w4a8-groups": qdsl.load("w4a8_group", group=128),
     "w4a8-fp8": qdsl.load("w4a8_fp8"),
+    "w4a4": qdsl.load("w4a4"),
+    "flatquant": qdsl.load("w4a4_flatquant"),
 }
 WHOLE, NIBBLES = ("w16", "w16_split", "w64_wide", "w128_tail"), ("w16", "w16_split", "w64_tail", "w128")
 
@@ -41,7 +43,7 @@ def run(scheme: Scheme, names, shapes, folder: Path) -> dict[str, float]:
     """The worst error of each kernel over its bound."""
     goal = target("cuda", "sm_90a")
     planned = plan(scheme, goal)
-    wanted = {"quantize", *(f"linear_{name}" for name in names)}
+    wanted = {step.function for v in planned.variants if v.name in names for step in v.steps}
     module = library(host.emit({n: f for n, f in lower(planned).items() if n in wanted}, goal, True), folder)
     worst: dict[str, float] = {}
     for m, n, k in shapes:
@@ -54,6 +56,13 @@ def run(scheme: Scheme, names, shapes, folder: Path) -> dict[str, float]:
         t, a = (scheme.tensor(name).held_shape({"e": 1, "m": m, "n": n, "k": k}, scheme) for name in "ta")
         kind = torch.uint8 if scheme.tensor("t").dtype.bits == 8 else torch.float32
         given |= {"t": torch.full(t or (1,), 255, dtype=kind), "a": torch.empty(a, dtype=torch.uint8)}
+        given |= {
+            name: torch.full((m, k), torch.nan)
+            for v in planned.variants[:1]
+            for s in v.steps
+            for name in s.args
+            if "." in name
+        }
         given |= {b.tensor: packed(b, scheme.tensor(b.tensor), patterns[b.tensor], Inputs(k)) for b in planned.buffers}
         for variant in (v for v in planned.variants if v.name in names):
             given["y"].fill_(float("nan"))
@@ -81,6 +90,6 @@ def test_many_tokens(name, tmp_path):
 
 
 def test_what_is_no_product_of_codes_alone_stays_portable():
-    for name in ("w8a8_static", "nvfp4", "w4a4"):
+    for name in ("w8a8_static", "nvfp4", "mxfp8a8"):
         assert plan(qdsl.load(name), target("cuda", "sm_90a")).main_loop is None
     assert plan(qdsl.load("w8a8_dynamic"), target("cuda", "sm_89")).main_loop is None

@@ -73,6 +73,11 @@ def computed(scheme: Scheme, arch: str, x: torch.Tensor, loaded: dict[str, np.nd
         found[name] = given[-1]
     module["quantize"](*given)
     held = {name: repack.bits_of(t) for name, t in found.items()}
+    for name, bits in held.items():
+        dtype = scheme.tensor(name).dtype
+        if planned.main_loop and dtype.kind == "int" and dtype.bits < 8:  # bytes of the same value
+            assert np.array_equal(bits.view(np.int8), dtype.decode(bits & dtype.mask))
+            held[name] = bits & dtype.mask
     return {name: b.T if scheme.tensor(name).held != scheme.tensor(name).index else b for name, b in held.items()}
 
 

@@ -12,7 +12,7 @@ from qdsl.codegen.cuda.candidates import candidates
 from qdsl.codegen.cuda.weight import Shared, Weight
 from qdsl.codegen.cuda.wgmma_bytes import ByteWeight
 from qdsl.codegen.function import Parameters, buffer_shape
-from qdsl.codegen.plan import MainLoop, Plan, computed_factors, place_in
+from qdsl.codegen.plan import MainLoop, Plan, epilogue_tensors, in_bytes, place_in
 from qdsl.codegen.tir import as_float, storage, translate
 from qdsl.dtype import dtype
 from qdsl.expr import Half, Item, Ref
@@ -22,10 +22,7 @@ from qdsl.scheme import Scheme
 def lower(plan: Plan) -> dict[str, tirx.PrimFunc]:
     loop = plan.main_loop
     assert loop is not None, "the plan chose the main loop"
-    given = {loop.code, *loop.grouped}
-    loaded = (b.tensor for b in plan.buffers if plan.scheme.tensor(b.tensor).role != "index")
-    rest = [*computed_factors(plan.scheme, loop), *(name for name in loaded if name not in given)]
-    extra = tuple(_extra(plan, name) for name in rest)
+    extra = tuple(_extra(plan, name) for name in epilogue_tensors(plan.scheme, loop))
     weight = weight_of(plan.scheme, loop)
     kernels = {
         f"linear_{c.name}": c.lower(f"linear_{c.name}", extra, _epilogue(plan), loop.parts)
@@ -50,7 +47,7 @@ def weight_of(scheme: Scheme, loop: MainLoop) -> Weight | ByteWeight:
     if loop.activation:
         place = place_in(loop, scheme.tensor(loop.scale), scheme) if loop.scale else None
         return ByteWeight(
-            scheme.compute.operand,
+            in_bytes(scheme.compute.operand),
             scheme.code.dtype,
             storage(scheme.output.dtype),
             loop.group and loop.group // 2,

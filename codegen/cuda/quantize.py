@@ -11,6 +11,7 @@ are multiplied by the reciprocal of their scale: off by no more than two roundin
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -21,7 +22,6 @@ from qdsl.codegen.cuda import overlap
 from qdsl.codegen.cuda.builder import assign, ceildiv, ptx, register, when, wide
 from qdsl.codegen.function import Parameters, open_function
 from qdsl.codegen.plan import Plan
-from qdsl.codegen.target import Target
 from qdsl.codegen.tir import as_float, divide, encode, round_to, translate
 from qdsl.dtype import DType
 from qdsl.expr import REDUCTIONS, Binary, Call, Expr, Ref, names, walk
@@ -83,6 +83,9 @@ def lower(plan: Plan, args: tuple[str, ...]) -> tirx.PrimFunc:
             overlap.let_in()  # the product, which asks for its weights before it waits
             overlap.wait()
         token = _Token(plan, own, thread, cta if whole else tirx.truncdiv(cta, stretches), held)
+        for t in scheme.activation().operand.loaded:
+            if t.role == "scale" and not t.index:
+                token.invert(t, own.element(t.name, {}))
         if whole:
             token.reduce_row([call for t in rows for call in _reductions(t)], stretches)
         for t in rows:
@@ -110,7 +113,7 @@ class _Token:
         self.K = T.cast(own.sizes["k"], "int32")
         self.found: dict[Call, tirx.Buffer] = {}
         self.kept: dict[str, tirx.Buffer] = {}
-        self.reciprocals: dict[str, tirx.Buffer] = {}
+        self.scales: dict[str, tuple] = {}  # as a float32, and its reciprocal
         self.kind = str(own.buffers["x"].dtype)
         self.size, self.each = BYTES[self.kind], PIECE * BYTES[self.kind] // 4  # bytes of a number, words of a piece
         self.words = T.alloc_local([held * self.each], "uint32")
@@ -207,17 +210,20 @@ class _Token:
 
     def multiplied(self, t: Tensor, j: int):
         """The same with reciprocals of scales."""
-        return as_float(translate(_multiplied(t.value, set(self.reciprocals)), lambda e: self._look(e, j)))
+        return as_float(translate(_multiplied(t.value, set(self.scales)), lambda e: self._look(e, j)))
 
     def keep(self, t: Tensor) -> None:
-        """Its rounded number, for the equations after it, and the reciprocal, 0 for 0: 0 / 0 is 0."""
+        """Its rounded number, for the equations after it."""
         rounded = round_to(t.dtype, self.value(t))
-        self.kept[t.name] = scale = register(str(rounded.ty.dtype), rounded)
+        self.kept[t.name] = register(str(rounded.ty.dtype), rounded)
         if t.role == "scale":
-            one = divide(T.float32(1), as_float(scale[0]))
-            self.reciprocals[t.name] = register(
-                "float32", T.if_then_else(as_float(scale[0]) == T.float32(0), T.float32(0), one)
-            )
+            self.invert(t, self.kept[t.name][0])
+
+    def invert(self, t: Tensor, value) -> None:
+        """A scale's reciprocal, 0 for 0: 0 / 0 is 0."""
+        scale = register("float32", as_float(value))[0]
+        one = T.if_then_else(scale == T.float32(0), T.float32(0), divide(T.float32(1), scale))
+        self.scales[t.name] = scale, register("float32", one)[0]
 
     def _look(self, e: Expr, j: int):
         if isinstance(e, Call):
@@ -226,7 +232,7 @@ class _Token:
         if e.name == "x":
             return self.x[j]
         if e.name.startswith(RECIPROCAL):
-            return self.reciprocals[e.name.removeprefix(RECIPROCAL)][0]
+            return self.scales[e.name.removeprefix(RECIPROCAL)][1]
         if e.name in self.kept:
             return self.kept[e.name][0]
         return self.own.element(e.name, {"m": self.m, "k": wide(self.k + j)})
@@ -250,25 +256,22 @@ class _Token:
 
     def _store_codes(self, t: Tensor) -> None:
         codes, words = self.own.buffers[t.name], T.alloc_local([PIECE // 4], "uint32")
-        divisors = {name for name in names(t.value) if name in self.reciprocals}
+        divisors = [self.scales[name][0] for name in dict.fromkeys(names(t.value)) if name in self.scales]
 
         def pack(value: Callable) -> None:
             for at in range(PIECE // 4):
-                assign(words, at, _packed(t.dtype, [value(t, 4 * at + j) for j in range(4)], self.plan.target))
+                assign(words, at, _packed(t.dtype, [value(t, 4 * at + j) for j in range(4)], self.plan))
 
         # A scale of zero counts as large: its reciprocal is 0, and so is what is divided by it.
-        usual = [
-            tirx.any(as_float(self.kept[d][0]) >= T.float32(TINY), as_float(self.kept[d][0]) == T.float32(0))
-            for d in divisors
-        ]
-        if usual:
-            with T.If(tirx.all(*usual) if len(usual) > 1 else usual[0]):
+        usual = [tirx.any(scale >= T.float32(TINY), scale == T.float32(0)) for scale in divisors]
+        if not usual:
+            pack(self.value)
+        else:
+            with T.If(functools.reduce(tirx.all, usual)):
                 with T.Then():
                     pack(self.multiplied)
                 with T.Else():
                     pack(self.value)
-        else:
-            pack(self.value)
         with T.If(self.K % PIECE == 0):
             with T.Then(), when(self.k < self.K):
                 ptx("st.global.v2.b32", codes.ptr_to([self.m, wide(self.k)]), *(words[at] for at in range(PIECE // 4)))
@@ -298,15 +301,19 @@ def _float(kind: str, half):
     return T.cast(T.reinterpret("float16", T.cast(half, "uint16")), "float32")
 
 
-def _packed(dtype: DType, values: Sequence, target: Target):
-    """Four numbers, rounded, as the bytes of a word."""
-    if dtype.name in ("e4m3", "e5m2") and target.converts_fp8:
+def _packed(dtype: DType, values: Sequence, plan: Plan):
+    """Four numbers, rounded, as the bytes of a word. Where bytes are multiplied, those of a signed integer of fewer bits have
+    its sign in all of the upper ones, which portable kernels do not look at."""
+    if dtype.name in ("e4m3", "e5m2") and plan.target.converts_fp8:
         pairs = T.alloc_local([2], "uint16")
         for p in range(2):
             ptx(f"cvt.rn.satfinite.{dtype.name}x2.f32", pairs[p], values[2 * p + 1], values[2 * p])
         return T.cast(pairs[0], "uint32") | T.cast(pairs[1], "uint32") << T.uint32(16)
     word = None
     for j, value in enumerate(values):
-        byte = T.cast(encode(dtype, value), "uint32") << T.uint32(8 * j)
+        byte = T.cast(encode(dtype, value), "uint32")
+        if dtype.kind == "int" and dtype.bits < 8 and plan.main_loop is not None:
+            byte = (byte ^ T.uint32(1 << dtype.bits - 1)) - T.uint32(1 << dtype.bits - 1) & T.uint32(255)
+        byte = byte << T.uint32(8 * j)
         word = byte if word is None else word | byte
     return word
