@@ -11,6 +11,7 @@ import json
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,9 @@ import torch
 from torch import nn
 
 from qdsl.diagnostic import CheckpointError, Error, closest
-from qdsl.runtime.checkpoints import FORMATS, Choice, Module, unnamed
+from qdsl.runtime.checkpoints import FORMATS, Choice, Module, Plan, unnamed
 from qdsl.runtime.linear import QuantLinear
+from qdsl.runtime.resolve import resolved
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -35,7 +37,7 @@ _DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 
 def load_quantized(
     model: nn.Module, directory: str | Path, *, device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None, compile: str = "auto", batch_invariant: bool = False,
+    dtype: torch.dtype | None = None, compile: str = "auto", batch_invariant: bool = False, phase: str = "",
 ) -> nn.Module:  # fmt: skip
     """Load a quantized checkpoint into a model of its architecture; returns the model.
 
@@ -44,6 +46,7 @@ def load_quantized(
     device     where to put the model; by default each parameter stays where it is (meta ones go to the CPU)
     dtype      type of activations and dense weights; by default the model's own
     compile    as for QuantLinear, and so is `batch_invariant`
+    phase      the role of this copy of the model, such as "prefill" or "decode", for layers whose scheme has phases
 
     Linears that the checkpoint stores quantized become `QuantLinear`s, every other parameter is loaded as it is.  A tied
     head stays tied unless the checkpoint stores it quantized.  Raises CheckpointError, listing all that is wrong and
@@ -54,29 +57,50 @@ def load_quantized(
     method = _method(config, source)
     files = StoredTensors(directory)
     modules = {name: _module(m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    plan = FORMATS[method](config, modules, files.headers)
-    for notice in plan.notices:
+    plan = FORMATS[method](config, modules, files.headers, files.__getitem__)
+    for notice in _notices(plan):
         warnings.warn(f"{directory}: {notice}", stacklevel=2)
-    problems = [f"{source}: {problem}" for problem in plan.problems]
+    problems = [_placed(problem, source, files) for problem in plan.problems]
     if problems and not plan.choices:  # not a format we read: that its tensors have no place says nothing more
-        raise CheckpointError(f"{directory} can't be loaded:\n" + "\n".join(f"- {problem}" for problem in problems))
+        raise _refusal(directory, problems)
     dense = _dense(model, plan.choices, files.headers)
-    taken = {name for choice in plan.choices.values() for name in choice.tensors} | {
+    taken = {name for choice in plan.choices.values() for name in (*choice.tensors, *choice.unread)} | {
         source for _, source in dense.values()
     }
-    problems += _check_dense(dense, files) + _unplaced(model, files, taken, dense)
+    problems += _check_dense(dense, files) + _unplaced(model, files, taken | plan.skipped, dense)
     if not problems:  # a layer is only checked once its format is known to be understood
         layers = {}
         for name, choice in plan.choices.items():
-            layers[name], found = _layer(model, name, choice, files, device, dtype, compile, batch_invariant)
+            options = {"compile": compile, "batch_invariant": batch_invariant, "phase": _phase(choice, phase)}
+            layers[name], found = _layer(model, name, choice, files, device, dtype, options)
             problems += found
+        if phase and not any(resolved(c.scheme, c.params, None).phases for c in plan.choices.values()):
+            problems.append(f"no layer of it has phases, and phase = {phase!r} was asked for")
     if problems:
-        raise CheckpointError(f"{directory} can't be loaded:\n" + "\n".join(f"- {problem}" for problem in problems))
+        raise _refusal(directory, problems)
     for name in _progress(plan.choices, "loading quantized layers"):
         _fill(layers[name], name, plan.choices[name], files)
     values = {key: files[source] for key, (_, source) in dense.items()}
     _install(model, layers, dense, values, device, dtype)
     return model
+
+
+def _notices(plan: Plan) -> list[str]:
+    if not plan.contradictions:
+        return plan.notices
+    more = len(plan.contradictions) - 8
+    together = "; ".join([*plan.contradictions[:8], *([f"and {more} more"] if more > 0 else [])])
+    return [*plan.notices, f"configuration and tensors disagree, and the tensors count: {together}"]
+
+
+def _placed(problem: str, source: str, files: StoredTensors) -> str:
+    """A problem with the files it is about before it: those of the tensors it names, or else the configuration's."""
+    about = {files.file[name].name for name in re.findall(r"`([^`]+)`", problem) if name in files.file}
+    return f"{', '.join(sorted(about)) or source}: {problem}"
+
+
+def _refusal(directory: Path, problems: Iterable[str]) -> CheckpointError:
+    return CheckpointError(f"{directory} can't be loaded:\n" + "\n".join(f"- {problem}" for problem in problems))
 
 
 # ---- the configuration -------------------------------------------------------------------------------------------
@@ -304,8 +328,7 @@ def _layer(
     files: StoredTensors,
     device,
     dtype,
-    compile: str,
-    batch_invariant: bool,
+    options: Mapping[str, Any],
 ) -> tuple[QuantLinear | None, list[str]]:
     """An empty layer for a module, and what keeps the files from filling it."""
     old = model.get_submodule(name)
@@ -314,33 +337,50 @@ def _layer(
     try:
         layer = QuantLinear(
             choice.scheme, old.in_features, old.out_features, choice.bias, "cpu" if place.type == "meta" else place,
-            dtype or old.weight.dtype, compile=compile, batch_invariant=batch_invariant, **choice.params,
+            dtype or old.weight.dtype, **options, **choice.params,
         )  # fmt: skip
     except (Error, TypeError) as problem:
         return None, [f"{name}: {problem}"]
-    found = layer.mismatches(_Renamed(files.headers, name, choice), f"{name}.", choice.layout)
-    where = {files.file[stored].name for stored in choice.tensors if stored in files.file}
-    return layer, [f"{', '.join(sorted(where))}: {name}: {problem}" for problem in found]
+    others = {**choice.given, **{short: made.header for short, made in choice.made.items()}}
+    found = layer.mismatches(_Renamed(files.headers, name, choice, others), f"{name}.", choice.layout)
+    return layer, [f"{_where(choice, files)}: {name}: {problem}" for problem in found]
+
+
+def _phase(choice: Choice, phase: str) -> str:
+    return phase if resolved(choice.scheme, choice.params, None).phases else ""
 
 
 def _fill(layer: QuantLinear, name: str, choice: Choice, files: StoredTensors) -> None:
     try:
-        layer.load(_Renamed(files, name, choice), f"{name}.", choice.layout)
-    except CheckpointError as problem:
-        raise CheckpointError(f"{name}: {problem}") from None
+        stored = _Renamed(files, name, replace(choice, leading={}), {})
+        own = {full.removeprefix(f"{name}."): stored[full] for full in stored} if choice.made else {}
+        made = {short: made.make(own) for short, made in choice.made.items()}
+        layer.load(_Renamed(files, name, choice, {**choice.given, **made}), f"{name}.", choice.layout)
+    except (CheckpointError, ValueError) as problem:
+        raise CheckpointError(f"{_where(choice, files)}: {name}: {problem}") from None
+
+
+def _where(choice: Choice, files: StoredTensors) -> str:
+    """The files that hold a module."""
+    return ", ".join(sorted({files.file[stored].name for stored in choice.tensors if stored in files.file}))
 
 
 class _Renamed(Mapping[str, torch.Tensor]):
-    """A module's tensors under the names its layout uses, each cut to its meaningful part."""
+    """A module's tensors under the names its layout uses, each cut to its meaningful part.
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], module: str, choice: Choice):
+    others   those that no file holds as the layout wants them, by their names within the module
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], module: str, choice: Choice, others: Mapping[str, torch.Tensor]
+    ):
         self.tensors, self.choice = tensors, choice
         self.stored = {f"{module}.{short}": stored for stored, short in choice.tensors.items()}
-        self.given = {f"{module}.{short}": tensor for short, tensor in choice.given.items()}
+        self.others = {f"{module}.{short}": tensor for short, tensor in others.items()}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name in self.given:
-            return self.given[name]
+        if name in self.others:
+            return self.others[name]
         stored = self.stored[name]
         tensor = self.tensors[stored]
         for at, size in enumerate(self.choice.leading.get(self.choice.tensors[stored], ())):
@@ -348,10 +388,10 @@ class _Renamed(Mapping[str, torch.Tensor]):
         return tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*self.stored, *self.given])
+        return iter({**self.stored, **self.others})
 
     def __len__(self) -> int:
-        return len(self.stored) + len(self.given)
+        return len({**self.stored, **self.others})
 
 
 def _install(

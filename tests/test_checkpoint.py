@@ -162,7 +162,7 @@ def test_one_group_may_be_spelled_minus_one():
     answers = []
     for group in (-1, 256):
         settings = {"bits": 4, "group_size": group, "version": "gemm", "zero_point": True}
-        plan = awq.plan(settings, {name: Module(512, 256, False)}, tensors)
+        plan = awq.plan(settings, {name: Module(512, 256, False)}, tensors, tensors.__getitem__)
         assert not plan.problems
         layer = QuantLinear("awq4", 256, 512, dtype=torch.float32, **plan.choices[name].params)
         layer.load(tensors, f"{name}.", plan.choices[name].layout)

@@ -1,0 +1,75 @@
+"""What all formats ask of a module and of the tensors stored for it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from qdsl.runtime import repack
+from qdsl.runtime.checkpoints import Headers, Module, Plan
+from qdsl.runtime.resolve import resolved
+
+FLOATS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
+# Parts of a linear under one name that some models and configurations use for all of them.
+_FUSED = {
+    "q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj",
+}  # fmt: skip
+
+
+def spellings(name: str) -> tuple[str, ...]:
+    """The names by which a configuration may mean a module: its own, and that of the fused one it is part of."""
+    parent, dot, last = name.rpartition(".")
+    return (name, f"{parent}{dot}{_FUSED[last]}") if last in _FUSED else (name,)
+
+
+def parts(name: str, known: Iterable[str], stored: Headers) -> dict[str, str]:
+    """Of a module's possible tensors those that are stored: full name -> name within the module."""
+    return {f"{name}.{part}": part for part in known if f"{name}.{part}" in stored}
+
+
+def is_float(tensor: torch.Tensor | None) -> bool:
+    """Whether a stored weight is one that torch computes with as it is."""
+    return tensor is not None and tensor.dtype in (*FLOATS, torch.float64)
+
+
+def float_type(tensor: torch.Tensor | None) -> dict[str, str]:
+    """The parameter `scale_type` for scales of this type; a type that no scheme has is left for the layout to refuse."""
+    return {"scale_type": FLOATS[tensor.dtype]} if tensor is not None and tensor.dtype in FLOATS else {}
+
+
+def groups_of(group: int, k: int) -> tuple[int | str, int]:
+    """(the parameter `group`, the number of groups); -1 and all of k are one group, and one kernel."""
+    return ("k", 1) if group == -1 or group >= k else (group, -(-k // group))
+
+
+def has_bias(name: str, module: Module, stored: Headers, found: Plan) -> bool:
+    """Whether the bias is stored; what the model says otherwise goes to the plan's problems."""
+    bias = f"{name}.bias" in stored
+    if module.bias and not bias:
+        found.problems.append(f"`{name}.bias` is in no file, and the model needs it")
+    if bias and not module.bias:
+        found.problems.append(f"`{name}.bias` has no place in the model, whose `{name}` has no bias")
+    return bias
+
+
+def fits(
+    scheme: str, params: Mapping[str, Any], layout: str, tensor: str, stored: Mapping[str, torch.Tensor], n: int, k: int
+) -> bool:
+    """Whether what is stored (by names within the module) has the shape and type from which a layout reads a tensor."""
+    loaded = resolved(scheme, params, None)
+    sizes, wanted = {"e": 1, "m": 1, "n": n, "k": k}, {tensor: loaded.tensor(tensor)}
+    return not repack.mismatches(loaded, loaded.layouts[layout], stored, "", sizes, wanted)
+
+
+def decoded(
+    scheme: str, params: Mapping[str, Any], layout: str, tensor: str, stored: Mapping[str, torch.Tensor], n: int, k: int
+) -> np.ndarray:
+    """Bit patterns of one tensor as a layout reads it from what is stored, which fits."""
+    loaded = resolved(scheme, params, None)
+    storage, sizes = loaded.layouts[layout], {"e": 1, "m": 1, "n": n, "k": k}
+    binding = next(b for b in storage.bindings if b.tensor == tensor)
+    return repack.read(loaded, storage, binding, stored, "", sizes)

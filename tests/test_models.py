@@ -1,0 +1,110 @@
+"""Whole checkpoints as other people's tools wrote them: they load into a model, weights to the bit, or say why not.
+
+$QDSL_FIXTURES names the folder of the checkpoints; each has the tool's own decoded weights in
+`reference_dequant.safetensors`.
+"""
+
+from __future__ import annotations
+
+import os
+import warnings
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import nn
+
+from qdsl import reference
+from qdsl.dtype import F32
+from qdsl.runtime import QuantLinear, load_quantized, repack
+from qdsl.runtime.buffer import float_format, unpacked
+
+transformers = pytest.importorskip("transformers")
+
+FIXTURES = Path(os.environ["QDSL_FIXTURES"]) if os.environ.get("QDSL_FIXTURES") else None
+LOADED = {  # the layers that are quantized, of those of the model
+    "awq_g128": 7, "awq_g32": 7, "awq_gemv_g128": 7,
+    "gptq_p_5bit_g128": 7, "gptq_v1_asym_3bit_g64": 7, "gptq_v1_asym_edge_8bit_g64": 7, "gptq_v1_asym_g128": 7,
+    "gptq_v1_dynamic": 10, "gptq_v1_sym_2bit_g64": 7, "gptq_v1_sym_3bit_g128": 7, "gptq_v1_sym_8bit_g128": 7,
+    "gptq_v1_sym_g128": 7, "gptq_v1_sym_g64_descact": 7, "gptq_v1_sym_g64_descact_static": 7, "gptq_v1_sym_gm1": 7,
+    "gptq_v2_asym_3bit_g64": 7, "gptq_v2_sym_g128": 7,
+}  # fmt: skip
+SAME_AS = {"awq_gemv_g128": "awq_g128"}  # the checkpoint that has its reference
+UNSIGNED_ZERO: set[str] = set()  # tools that make 0 of the code of -0
+needs_fixtures = pytest.mark.skipif(FIXTURES is None, reason="QDSL_FIXTURES names no folder of checkpoints")
+
+
+def built(directory, kind=torch.float32):
+    config = transformers.AutoConfig.from_pretrained(directory)
+    if hasattr(config, "quantization_config"):
+        del config.quantization_config
+    torch.manual_seed(0)
+    return transformers.AutoModelForCausalLM.from_config(config, dtype=kind).eval()
+
+
+def quantized(model):
+    return {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
+
+
+def held(layer: QuantLinear) -> dict[str, np.ndarray]:
+    """The bit patterns of every tensor of a layer, in its declared type."""
+    found = {}
+    for name, declared in layer._wanted.items():
+        buffer = layer._held[name]
+        found[name] = unpacked(buffer, declared, layer._buffers[name], layer._shape(name), layer._inputs)
+        if declared.dtype.is_float and declared.dtype != float_format(buffer):
+            found[name] = declared.dtype.encode(float_format(buffer).decode(found[name]))
+    return found
+
+
+@needs_fixtures
+@pytest.mark.parametrize("name", LOADED)
+def test_a_checkpoint_loads_whole(name):
+    directory = FIXTURES / name
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model = load_quantized(built(directory), directory)
+    layers = quantized(model)
+    assert len(layers) == LOADED[name] and isinstance(model.lm_head, nn.Linear)
+    weights_are_the_tools_own(name, model)
+    outputs_are_within_their_bounds(model, layers)
+
+
+def weights_are_the_tools_own(name, model):
+    """Every weight whose decoded form the tool gave, to the bit; tools multiply in float32 and round that."""
+    compared = 0
+    for key, expected in load_file(FIXTURES / SAME_AS.get(name, name) / "reference_dequant.safetensors").items():
+        module, _, last = key.rpartition(".")
+        if last != "weight":
+            continue
+        layer = model.get_submodule(module)
+        kind = repack.format_of(expected.dtype)
+        if isinstance(layer, QuantLinear):
+            exact = layer.dequantize().numpy()
+            exact = exact + 0.0 if name in UNSIGNED_ZERO else exact
+            found = kind.encode(F32.round(exact))
+        else:
+            found = repack.bits_of(layer.weight.detach().to(expected.dtype))
+        assert np.array_equal(found, repack.bits_of(expected)), key
+        compared += isinstance(layer, QuantLinear)
+    assert compared
+
+
+def outputs_are_within_their_bounds(model, layers):
+    """Each layer, on what reaches it in a forward of the model, is within the bound derived from its declaration."""
+    seen = {}
+    hooks = [
+        layer.register_forward_hook(lambda layer, given, y, name=name: seen.update({name: (given[0], y)}))
+        for name, layer in layers.items()
+    ]
+    with torch.inference_mode():
+        logits = model(torch.arange(24).reshape(2, 12) * 19 % 512).logits
+    for hook in hooks:
+        hook.remove()
+    assert torch.isfinite(logits).all() and seen.keys() == layers.keys()
+    for name, layer in layers.items():
+        x, y = (t.reshape(-1, t.shape[-1]).double().numpy() for t in seen[name])
+        expected = reference.linear(layer.scheme, x, held(layer), layer.out_features, phase=layer.phase)
+        assert (np.abs(y - expected.y) <= expected.bound).all(), name

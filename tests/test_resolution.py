@@ -1,0 +1,227 @@
+"""From configurations and headers to schemes: small checkpoints made with the published packing rules, right and wrong.
+
+No kernel is made here: a choice is right when its layout reads the weight that was packed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import packers
+import qdsl
+from qdsl import reference
+from qdsl.runtime import repack
+from qdsl.runtime.checkpoints import FORMATS, Module
+
+X = "model.layers.0.mlp.up_proj"
+N, K = 64, 128
+
+
+def tensor(words, kind=torch.int32):
+    return repack.tensor_of(words.astype(f"uint{torch.empty(0, dtype=kind).element_size() * 8}"), kind)
+
+
+def planned(method, config, stored, n=N, k=K, bias=False, name=X):
+    """What a format makes of one module, whose headers are all that it may look at until it reads."""
+    headers = {key: t.to("meta") for key, t in stored.items()}
+    return FORMATS[method](config, {name: Module(n, k, bias)}, headers, stored.__getitem__)
+
+
+def decoded(plan, stored, n=N, k=K, name=X):
+    """The weight that a plan's choice reads."""
+    assert not plan.problems
+    choice = plan.choices[name]
+    scheme = qdsl.load(choice.scheme, **choice.params)
+    own = {short: stored[full] for full, short in choice.tensors.items()}
+    for short, shape in choice.leading.items():
+        for at, size in enumerate(shape):
+            own[short] = own[short].narrow(at, 0, size)
+    own |= choice.given
+    own |= {short: made.make(own) for short, made in choice.made.items()}
+    storage, sizes = scheme.layouts[choice.layout], {"e": 1, "m": 1, "n": n, "k": k}
+    wanted = {t.name: t for t in scheme.weight.loaded}
+    problems = repack.mismatches(scheme, storage, own, "", sizes, wanted)
+    assert not problems, "\n".join(map(str, problems))
+    given = {b.tensor: repack.read(scheme, storage, b, own, "", sizes) for b in storage.bindings if b.tensor in wanted}
+    return reference.decode_weight(scheme, given, n, k)
+
+
+def refused(plan, *messages):
+    text = "\n".join(plan.problems)
+    assert plan.problems, plan
+    for message in messages:
+        assert message in text, text
+
+
+# ---- GPTQ --------------------------------------------------------------------------------------------------------
+def made_gptq(bits=4, group=32, label="gptq", symmetric=True, whole_words=False, index=None, seed=0, planes=False):
+    """(the weight, the stored tensors)"""
+    rng = np.random.default_rng(seed)
+    groups = -(-K // group)
+    q = rng.integers(0, 1 << bits, (N, K))
+    z = np.full((groups, N), 1 << (bits - 1)) if symmetric else rng.integers(0, 1 << bits, (groups, N))
+    if not symmetric:
+        z[:, ::7] = 0  # the zero points that borrow
+    s = rng.uniform(0.01, 0.02, (groups, N)).astype(np.float16)
+    index = np.arange(K) // group if index is None else index
+    pack = packers.gptq_planar if planes else packers.autogptq
+    if label != "gptq":
+        zeros = pack(z, bits).T
+    elif whole_words:
+        ones = sum(1 << at for at in range(0, 32, bits))
+        zeros = (packers.autogptq(z, bits).T - np.uint64(ones)) & np.uint64(0xFFFFFFFF)
+    else:
+        zeros = packers.autogptq((z - 1) % (1 << bits), bits).T
+    stored = {
+        f"{X}.qweight": tensor(pack(q, bits)), f"{X}.qzeros": tensor(zeros),
+        f"{X}.scales": torch.from_numpy(s), f"{X}.g_idx": torch.from_numpy(index.astype(np.int32)),
+    }  # fmt: skip
+    return (q - z.T[:, index]) * s.T[:, index].astype(np.float64), stored
+
+
+def gptq_config(bits=4, group=32, label="gptq", symmetric=True, **more):
+    return {"bits": bits, "group_size": group, "sym": symmetric, "desc_act": False, "checkpoint_format": label} | more
+
+
+MODEL = {"meta": {"quantizer": ["gptqmodel:7.3.4"]}}
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("label", ["gptq", "gptq_v2"])
+def test_gptq_widths_and_zeros(bits, symmetric, label):
+    weight, stored = made_gptq(bits, label=label, symmetric=symmetric)
+    plan = planned("gptq", gptq_config(bits, label=label, symmetric=symmetric), stored)
+    assert np.array_equal(decoded(plan, stored), weight)
+    assert plan.choices[X].scheme == ("gptq_sym" if symmetric else "gptq")
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+def test_zeros_that_borrow_across_fields_are_read_as_gptqmodel_wrote_them(bits):
+    weight, stored = made_gptq(bits, symmetric=False, whole_words=True)
+    plan = planned("gptq", gptq_config(bits, symmetric=False, **MODEL), stored)
+    assert np.array_equal(decoded(plan, stored), weight)
+    old = planned("gptq", gptq_config(bits, symmetric=False, meta={"quantizer": "gptqmodel:0.8.1"}), stored)
+    assert not np.array_equal(decoded(old, stored), weight)
+
+
+@pytest.mark.parametrize("bits", [3, 5, 6, 7])
+def test_planes_of_bits(bits):
+    weight, stored = made_gptq(bits, label="gptq_p", symmetric=False, planes=True)
+    assert np.array_equal(
+        decoded(planned("gptq", gptq_config(bits, label="gptq_p", symmetric=False), stored), stored), weight
+    )
+    refused(planned("gptq", gptq_config(bits, label="gptq_v2", symmetric=False), stored) if bits > 3
+            else planned("gptq", gptq_config(9, label="gptq_p"), stored), "GPTQ with bits = ")  # fmt: skip
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4, 8])
+@pytest.mark.parametrize("stored_as", ["gptq", "gptq_v2"])
+def test_a_wrong_label_of_a_symmetric_file_is_reported_and_changes_nothing(bits, stored_as):
+    weight, stored = made_gptq(bits, label=stored_as)
+    other = "gptq" if stored_as == "gptq_v2" else "gptq_v2"
+    for label in (stored_as, other, None):
+        config = gptq_config(bits, label=label)
+        plan = planned("gptq", config, stored)
+        assert np.array_equal(decoded(plan, stored), weight)
+        assert bool(plan.contradictions) == ((label or "gptq") != stored_as)
+        assert all(X in text for text in plan.contradictions)
+
+
+def test_zeros_that_are_not_constant_count_whatever_sym_says():
+    weight, stored = made_gptq(symmetric=False)
+    plan = planned("gptq", gptq_config(symmetric=True), stored)
+    assert np.array_equal(decoded(plan, stored), weight) and "not all 8" in plan.contradictions[0]
+
+
+def test_one_group_is_spelled_in_two_ways():
+    weight, stored = made_gptq(group=K)
+    plans = [planned("gptq", gptq_config(group=group), stored) for group in (-1, K)]
+    assert all(np.array_equal(decoded(plan, stored), weight) for plan in plans)
+    assert plans[0].choices[X].params == plans[1].choices[X].params
+
+
+def test_an_index_out_of_order_counts_whatever_desc_act_says():
+    index = np.random.default_rng(1).permutation(np.arange(K) // 32)
+    weight, stored = made_gptq(index=index, symmetric=False)
+    for desc_act in (True, False):
+        plan = planned("gptq", gptq_config(symmetric=False, desc_act=desc_act), stored)
+        assert plan.choices[X].scheme == "gptq_actorder" and np.array_equal(decoded(plan, stored), weight)
+        assert bool(plan.contradictions) == (not desc_act)
+
+
+@pytest.mark.parametrize("desc_act", [True, False])
+@pytest.mark.parametrize("form", ["in order", "all zero", "empty", "none", "too large"])
+def test_forms_of_an_index(form, desc_act):
+    weight, stored = made_gptq()
+    index = f"{X}.g_idx"
+    if form == "none":
+        del stored[index]
+    else:
+        changed = {"all zero": torch.zeros(K), "empty": torch.zeros(0), "too large": torch.arange(K)}
+        stored[index] = changed.get(form, stored[index]).int()
+    plan = planned("gptq", gptq_config(desc_act=desc_act), stored)
+    if form == "too large":
+        refused(plan, f"`{index}` names group 127 of 4")
+    elif desc_act and form != "in order":
+        refused(plan, "desc_act by the configuration")
+    else:
+        assert plan.choices[X].scheme == "gptq_sym" and np.array_equal(decoded(plan, stored), weight)
+
+
+def test_rules_for_single_modules():
+    weight, stored = made_gptq(8, group=64)
+    rules = {"-:.*attn.*": {}, "+:.*up_proj": {"bits": 8, "group_size": 64}, ".*": {"bits": 3}}
+    plan = planned("gptq", gptq_config(dynamic=rules), stored)
+    assert np.array_equal(decoded(plan, stored), weight) and "dynamic['+:.*up_proj']" in plan.choices[X].why
+    fused = {r".*\.gate_up_proj": {"bits": 8, "group_size": 64}}  # the fused name, though parts are stored
+    assert np.array_equal(decoded(planned("gptq", gptq_config(dynamic=fused), stored), stored), weight)
+    refused(
+        planned("gptq", gptq_config(group=64), stored), f"`{X}.qweight` is [32, 64], 4 bits", "8 bits would fit",
+    )  # fmt: skip
+    refused(planned("gptq", gptq_config(dynamic={"(": {}}), stored), "no regular expression")
+    excluded = planned("gptq", gptq_config(8, 64, dynamic={f"-:{X}": {}}), stored)
+    assert np.array_equal(decoded(excluded, stored), weight) and "not to be quantized" in excluded.contradictions[0]
+
+
+def test_a_head_has_the_settings_that_its_writer_added():
+    """GPTQModel quantizes a head to 8 bits in groups of 32 unless it is told otherwise, and says so in `dynamic`."""
+    weight, stored = made_gptq(8)
+    stored = {key.replace(X, "lm_head"): t for key, t in stored.items()}
+    config = gptq_config(4, 128, lm_head=True)
+    refused(planned("gptq", config, stored, name="lm_head"), "8 bits would fit")
+    config["dynamic"] = {"lm_head": {"bits": 8, "group_size": 32, "sym": True, "desc_act": False, "mse": 2.4}}
+    assert np.array_equal(decoded(planned("gptq", config, stored, name="lm_head"), stored, name="lm_head"), weight)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"checkpoint_format": "marlin"}, "checkpoint_format `marlin` is not supported: its codes are in the order"),
+        ({"checkpoint_format": None, "is_marlin_format": True}, "`marlin`"),
+        ({"checkpoint_format": "gemm"}, 'set quant_method to "awq"'),
+        ({"checkpoint_format": "gptq_v9"}, "(supported: gptq, gptq_v2, gptq_p)"),
+        ({"bits": 5}, "GPTQ with bits = 5: `gptq` has 2, 3, 4, 8"),
+        ({"bits": None}, "GPTQ with bits = None"),
+        ({"group_size": 0}, "GPTQ with group_size = 0"),
+        ({"dynamic": {".*": 3}}, "dynamic['.*'] = 3: settings are wanted"),
+    ],
+)
+def test_gptq_settings_that_are_refused(changes, message):
+    refused(planned("gptq", gptq_config() | changes, made_gptq()[1]), message)
+
+
+@pytest.mark.parametrize("part", ["qweight", "qzeros", "scales"])
+def test_a_missing_part_of_a_module_is_named(part):
+    _, stored = made_gptq(symmetric=False)
+    del stored[f"{X}.{part}"]
+    plan = planned("gptq", gptq_config(symmetric=False), stored)
+    choice = plan.choices[X]
+    scheme = qdsl.load(choice.scheme, **choice.params)
+    own = {f"{X}.{short}": stored[full] for full, short in choice.tensors.items()}
+    wanted = {t.name: t for t in scheme.weight.loaded}
+    sizes = {"e": 1, "m": 1, "n": N, "k": K}
+    found = repack.mismatches(scheme, scheme.layouts[choice.layout], own, f"{X}.", sizes, wanted)
+    assert f"`{X}.{part}` is missing" in "\n".join([*plan.problems, *map(str, found)])
