@@ -142,7 +142,7 @@ def _method(config: Mapping[str, Any], source: str) -> str:
     stated = config.get("quant_method")
     if stated is None and (told := unnamed(config, source)):
         return told
-    method = str(stated or "").lower()
+    method = str(stated or "").lower().replace("_", "-")
     if method not in FORMATS:
         hint = f"; did you mean `{match}`?" if (match := closest(method, FORMATS)) else ""
         named = f"quant_method `{stated}`" if stated else "a configuration without quant_method"
@@ -343,7 +343,20 @@ def _layer(
         return None, [f"{name}: {problem}"]
     others = {**choice.given, **{short: made.header for short, made in choice.made.items()}}
     found = layer.mismatches(_Renamed(files.headers, name, choice, others), f"{name}.", choice.layout)
-    return layer, [f"{_where(choice, files)}: {name}: {problem}" for problem in found]
+    return layer, [
+        f"{_where(choice, files)}: {name}: {problem}" for problem in [*found, *_surplus(name, choice, layer)]
+    ]
+
+
+def _surplus(name: str, choice: Choice, layer: QuantLinear) -> list[str]:
+    """Tensors that are stored for a module, and that its scheme has no use for."""
+    read = {b.source for b in layer.scheme.layouts[choice.layout].bindings}
+    read |= {source for made in choice.made.values() for source in made.sources}
+    return [
+        f"`{full}` is stored, but a module of {choice.why or choice.scheme} has no such tensor"
+        for full, short in choice.tensors.items()
+        if short not in read
+    ]
 
 
 def _phase(choice: Choice, phase: str) -> str:

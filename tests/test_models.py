@@ -30,6 +30,11 @@ LOADED = {  # the layers that are quantized, of those of the model
     "gptq_v1_dynamic": 10, "gptq_v1_sym_2bit_g64": 7, "gptq_v1_sym_3bit_g128": 7, "gptq_v1_sym_8bit_g128": 7,
     "gptq_v1_sym_g128": 7, "gptq_v1_sym_g64_descact": 7, "gptq_v1_sym_g64_descact_static": 7, "gptq_v1_sym_gm1": 7,
     "gptq_v2_asym_3bit_g64": 7, "gptq_v2_sym_g128": 7,
+    "ct_fp8_block128": 7, "ct_fp8_dynamic_channel": 7, "ct_fp8_static_tensor": 7, "ct_int8_w8a8_dynamic": 7,
+    "ct_int8_w8a8_static_asym": 7, "ct_mixed_w4_w8": 10, "ct_mxfp4a16": 7, "ct_mxfp8a16": 7, "ct_nvfp4": 7,
+    "ct_nvfp4a16": 7, "ct_w3a16_sym_g128": 7, "ct_w4a16_actorder_group_sym_g64_ct0110": 7,
+    "ct_w4a16_actorder_weight_g64": 7, "ct_w4a16_asym_g128": 7, "ct_w4a16_channel": 7, "ct_w4a16_sym_g128": 7,
+    "ct_w4afp8": 7, "ct_w8a16_sym_g128": 7,
 }  # fmt: skip
 SAME_AS = {"awq_gemv_g128": "awq_g128"}  # the checkpoint that has its reference
 UNSIGNED_ZERO: set[str] = set()  # tools that make 0 of the code of -0
@@ -54,7 +59,7 @@ def held(layer: QuantLinear) -> dict[str, np.ndarray]:
     for name, declared in layer._wanted.items():
         buffer = layer._held[name]
         found[name] = unpacked(buffer, declared, layer._buffers[name], layer._shape(name), layer._inputs)
-        if declared.dtype.is_float and declared.dtype != float_format(buffer):
+        if layer._follows(declared):
             found[name] = declared.dtype.encode(float_format(buffer).decode(found[name]))
     return found
 

@@ -225,3 +225,165 @@ def test_a_missing_part_of_a_module_is_named(part):
     sizes = {"e": 1, "m": 1, "n": N, "k": K}
     found = repack.mismatches(scheme, scheme.layouts[choice.layout], own, f"{X}.", sizes, wanted)
     assert f"`{X}.{part}` is missing" in "\n".join([*plan.problems, *map(str, found)])
+
+
+# ---- compressed-tensors ------------------------------------------------------------------------------------------
+def ct_config(format, weights, inputs=None, **more):
+    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": None}
+    return {"config_groups": {"group_0": group}, "format": format, "ignore": ["lm_head"]} | more
+
+
+def ct_weights(bits=4, group=32, symmetric=True, kind="int", **more):
+    strategy = {} if group is None else {"group_size": group, "strategy": "channel" if group == -1 else "group"}
+    return {"num_bits": bits, "type": kind, "symmetric": symmetric, "dynamic": False} | strategy | more
+
+
+TOKEN = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "token", "dynamic": True}
+STATIC = TOKEN | {"strategy": "tensor", "dynamic": False}
+
+
+def made_ct(bits=4, group=32, symmetric=True, padded=False, index=None, zeros=None):
+    """A pack-quantized module: (the weight, the stored tensors)"""
+    rng = np.random.default_rng(2)
+    groups = -(-K // group)
+    q = rng.integers(0, 1 << bits, (N, K))
+    z = np.full((N, groups), 1 << (bits - 1)) if symmetric else rng.integers(0, 1 << bits, (N, groups))
+    z = z if zeros is None else np.full_like(z, zeros)
+    s = rng.uniform(0.01, 0.02, (N, groups)).astype(np.float16)
+    pack = packers.compressed_tensors_padded if padded else packers.compressed_tensors_dense
+    stored = {
+        f"{X}.weight_packed": tensor(pack(q, bits)), f"{X}.weight_scale": torch.from_numpy(s),
+        f"{X}.weight_shape": torch.tensor([N, K]),
+    }  # fmt: skip
+    if not symmetric:
+        stored[f"{X}.weight_zero_point"] = tensor(packers.compressed_tensors_dense(z.T, bits).T)
+    if index is not None:
+        stored[f"{X}.weight_g_idx"] = torch.from_numpy(index.astype(np.int32))
+    at = np.arange(K) // group if index is None or (index < 0).all() else index
+    return (q - z[:, at]) * s[:, at].astype(np.float64), stored
+
+
+@pytest.mark.parametrize("bits", range(2, 9))
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_packed_codes_of_every_width(bits, symmetric):
+    weight, stored = made_ct(bits, symmetric=symmetric)
+    plan = planned("compressed-tensors", ct_config("pack-quantized", ct_weights(bits, symmetric=symmetric)), stored)
+    assert np.array_equal(decoded(plan, stored), weight)
+
+
+@pytest.mark.parametrize("bits", [3, 5, 6, 7])
+def test_whole_codes_in_a_word_are_told_by_their_shape(bits):
+    weight, stored = made_ct(bits, padded=True)
+    plan = planned("compressed-tensors", ct_config("pack-quantized", ct_weights(bits)), stored)
+    assert np.array_equal(decoded(plan, stored), weight) and "up to 0.11" in plan.choices[X].why
+
+
+def test_zero_points_that_all_are_the_least_code_are_still_zero_points():
+    weight, stored = made_ct(symmetric=False, zeros=0)
+    plan = planned("compressed-tensors", ct_config("pack-quantized", ct_weights(symmetric=False)), stored)
+    assert np.array_equal(decoded(plan, stored), weight)
+    refused(planned("compressed-tensors", ct_config("pack-quantized", ct_weights()), stored), "which is it?")
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_names_of_groups(symmetric):
+    index = np.random.default_rng(3).permutation(np.arange(K) // 32)
+    for given, order, scheme in (
+        (index, "group", "_actorder"), (index, "dynamic", "_actorder"), (np.arange(K) // 32, "group", ""),
+        (np.full(K, -1), None, ""), (np.full(K, -1), "weight", ""),
+    ):  # fmt: skip
+        weight, stored = made_ct(symmetric=symmetric, index=given)
+        config = ct_config("pack-quantized", ct_weights(symmetric=symmetric, actorder=order))
+        plan = planned("compressed-tensors", config, stored)
+        assert np.array_equal(decoded(plan, stored), weight)
+        assert plan.choices[X].scheme == ("gptq_sym" if symmetric else "gptq") + scheme
+    config = ct_config("pack-quantized", ct_weights(actorder="group"))
+    refused(planned("compressed-tensors", config, made_ct()[1]), f"`{X}.weight_g_idx` is missing")
+    refused(planned("compressed-tensors", config, made_ct(index=np.full(K, -1))[1]), "names group -1 of 4")
+
+
+def integers(bits=8, scales=(N, 1), **more):
+    rng = np.random.default_rng(4)
+    q = rng.integers(-(1 << (bits - 1)), 1 << (bits - 1), (N, K)).astype(np.int8)
+    s = rng.uniform(0.01, 0.02, scales).astype(np.float32)
+    wide = np.repeat(s, K // s.shape[1], axis=1) if s.ndim == 2 else s
+    stored = {f"{X}.weight": torch.from_numpy(q), f"{X}.weight_scale": torch.from_numpy(s)}
+    return q * wide.astype(np.float64), stored | {f"{X}.{part}": t for part, t in more.items()}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "weights", "inputs", "made"),
+    [
+        ("w8a16", ct_weights(8, -1), None, {}),
+        ("w8a16", ct_weights(8, None), None, {"scales": (1,)}),
+        ("w8a16_group", ct_weights(8, 32), None, {"scales": (N, 4)}),
+        ("gptq_sym", ct_weights(4, 32), None, {"bits": 4, "scales": (N, 4)}),
+        ("w8a8_dynamic", ct_weights(8, -1), TOKEN, {}),
+        ("w8a8_dynamic", ct_weights(8, None), TOKEN, {"scales": (1,)}),
+        ("w8a8_dynamic_asym", ct_weights(8, -1), TOKEN | {"symmetric": False}, {}),
+        ("w8a8_static_sym", ct_weights(8, -1), STATIC, {"input_scale": torch.ones(1)}),
+        ("w8a8_static", ct_weights(8, -1), STATIC | {"symmetric": False},
+         {"input_scale": torch.ones(1), "input_zero_point": torch.ones(1, dtype=torch.int8)}),
+        ("w4a8_dynamic", ct_weights(4, -1), TOKEN, {"bits": 4}),
+        ("w4a8_fp8", ct_weights(4, 32), TOKEN | {"type": "float"}, {"bits": 4, "scales": (N, 4)}),
+    ],
+)  # fmt: skip
+def test_integers_in_bytes(scheme, weights, inputs, made):
+    weight, stored = integers(**made)
+    for format in ("int-quantized", "naive-quantized"):
+        plan = planned("compressed-tensors", ct_config(format, weights, inputs), stored)
+        assert np.array_equal(decoded(plan, stored), weight) and plan.choices[X].scheme == scheme
+
+
+def test_what_no_scheme_is_known_for_is_refused_with_its_arguments():
+    _, stored = integers(scales=(N, 4))
+    text = (
+        f"`{X}` is int-quantized, weights int8 symmetric per group 32, static, input int8 symmetric per token, dynamic"
+    )
+    refused(planned("compressed-tensors", ct_config("int-quantized", ct_weights(8), TOKEN), stored), text)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (ct_config("marlin-24", ct_weights()), "has format `marlin-24`, which is not supported (pack-quantized"),
+        (ct_config("pack-quantized", ct_weights(), sparsity_config={"targets": ["Linear"]}), "`sparsity_config`"),
+        (ct_config("pack-quantized", ct_weights(), transform_config={"config_groups": {"R1": {}}}), "`transform_config`"),
+        ({"format": "pack-quantized"}, "without `config_groups`"),
+        (ct_config("pack-quantized", ct_weights(group=0) | {"strategy": "group"}), "group_size = 0"),
+        (ct_config("int-quantized", ct_weights()), f"`{X}.weight` is missing (but `{X}.weight_packed` is there)"),
+        (ct_config("nvfp4-pack-quantized", ct_weights()), "is torch.int32, nvfp4-pack-quantized"),
+        ({"format": "pack-quantized", "config_groups": {"g": {"targets": ["re:.*attn"], "weights": ct_weights()}}},
+         "no group of `config_groups` targets it"),
+    ],
+)  # fmt: skip
+def test_compressed_tensors_that_are_refused(config, message):
+    refused(planned("compressed-tensors", config, made_ct()[1]), message)
+
+
+def test_shapes_that_contradict_the_model():
+    _, stored = made_ct()
+    config = ct_config("pack-quantized", ct_weights())
+    refused(
+        planned("compressed-tensors", config, stored | {f"{X}.weight_shape": torch.tensor([K, N])}), "says [128, 64]"
+    )
+    del stored[f"{X}.weight_shape"]
+    refused(planned("compressed-tensors", config, stored), f"`{X}.weight_shape` is missing")
+
+
+def test_a_group_that_names_a_module_comes_before_that_of_all():
+    weight, stored = made_ct(8)
+    config = ct_config("pack-quantized", ct_weights())
+    config["config_groups"]["group_1"] = {"targets": ["re:.*mlp.*"], "weights": ct_weights(8)}
+    assert np.array_equal(decoded(planned("compressed-tensors", config, stored), stored), weight)
+    ignoring = planned("compressed-tensors", config | {"ignore": [X]}, stored)
+    assert np.array_equal(decoded(ignoring, stored), weight) and "list `ignore`" in ignoring.contradictions[0]
+    dense = planned("compressed-tensors", config, {f"{X}.weight": torch.zeros(N, K)})
+    assert not dense.choices and "is a target of `group_1`, but is stored dense" in dense.contradictions[0]
+
+
+def test_scales_of_the_cache_are_left_out_and_reported():
+    _, stored = made_ct()
+    extra = {f"model.layers.0.self_attn.{part}": torch.ones(1) for part in ("k_scale", "k_proj.output_scale")}
+    plan = planned("compressed-tensors", ct_config("pack-quantized", ct_weights()), stored | extra)
+    assert plan.skipped == extra.keys() and "2 scales of a quantized key-value cache" in plan.notices[0]

@@ -30,11 +30,13 @@ class Module:
 class Made:
     """A tensor of a layout that is stored in another form.
 
-    header   of the tensor, on the meta device
-    make     from the module's stored tensors, by their names within it; raises ValueError where they make none
+    header    of the tensor, on the meta device
+    sources   the stored tensors that it is made from, by their names within the module
+    make      from the module's stored tensors, by those names; raises ValueError where they make none
     """
 
     header: torch.Tensor
+    sources: tuple[str, ...]
     make: Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
 
 
@@ -80,11 +82,12 @@ class Plan:
     skipped: set[str] = field(default_factory=set)
 
 
-from qdsl.runtime.checkpoints import awq, gptq  # noqa: E402  (the formats need the classes above)
+from qdsl.runtime.checkpoints import awq, compressed_tensors, gptq  # noqa: E402  (the formats need the classes above)
 
 FORMATS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Module], Headers, Read], Plan]] = {
     "awq": awq.plan,
     "gptq": gptq.plan,
+    "compressed-tensors": compressed_tensors.plan,
 }
 
 

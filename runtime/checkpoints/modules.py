@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -18,6 +19,11 @@ _FUSED = {
     "q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj",
     "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj",
 }  # fmt: skip
+# As vLLM knows them; the scale of a projection's output is that of the cache it is written to.
+_CACHE = re.compile(
+    r"(^|\.)((self_attn|attn|attention|k_proj|v_proj|qkv_proj)\.((k|v|q|kv)_(scale|zero_point)|output_scale)"
+    r"|(q|k|v)_proj\.output_scale|self_attn\.prob_output_scale|(k|v)_cache\.scale)$"
+)
 
 
 def spellings(name: str) -> tuple[str, ...]:
@@ -54,6 +60,17 @@ def has_bias(name: str, module: Module, stored: Headers, found: Plan) -> bool:
     if bias and not module.bias:
         found.problems.append(f"`{name}.bias` has no place in the model, whose `{name}` has no bias")
     return bias
+
+
+def kv_scales(stored: Headers, found: Plan) -> set[str]:
+    """Scales of a quantized key-value cache, which no linear has a use for; the user is told of them."""
+    names = {name for name in stored if _CACHE.search(name)}
+    if names:
+        found.notices.append(
+            f"{len(names)} scales of a quantized key-value cache, such as `{min(names)}`, are not used: the cache keeps "
+            "the type of the model"
+        )
+    return names
 
 
 def fits(
