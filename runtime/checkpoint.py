@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from qdsl.diagnostic import CheckpointError, Error, closest
-from qdsl.runtime.checkpoints import FORMATS, Choice, Module, Plan, unnamed
+from qdsl.runtime.checkpoints import FORMATS, SETTINGS, Choice, Module, Plan, unnamed
 from qdsl.runtime.linear import QuantLinear
 from qdsl.runtime.resolve import resolved
 
@@ -116,12 +116,12 @@ def read_config(directory: Path) -> tuple[dict[str, Any], str]:
     ):
         if found:
             return dict(found), "config.json"
-    for name in ("quantize_config.json", "quant_config.json"):
+    for name in SETTINGS:
         if found := _json(directory / name):
             return dict(found), name
     raise CheckpointError(
         f"{directory}: no quantization settings in config.json (quantization_config, compression_config), "
-        "quantize_config.json or quant_config.json; is this a quantized checkpoint?"
+        f"{', '.join(SETTINGS[:-1])} or {SETTINGS[-1]}; is this a quantized checkpoint?"
     )
 
 
@@ -167,8 +167,11 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         for path in sorted(set(promised.values())) if promised else [_single(directory)]:
             problems += self._scan(path)
         missing = [name for name in promised if name not in self.headers]
+        astray = [name for name, path in promised.items() if self.file.get(name, path) != path]
         if missing and not problems:
-            problems.append(f"{directory / INDEX} promises {_some(missing)}, which no file holds")
+            problems.append(f"{_index(directory)} promises {_some(missing)}, which no file holds")
+        if astray and not problems:
+            problems.append(f"{_index(directory)} promises {_some(astray)} in another file than holds them")
         if problems:
             raise CheckpointError("\n".join(problems))
 
@@ -207,18 +210,34 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         return len(self.headers)
 
 
+def _index(directory: Path) -> Path | None:
+    """The index of a checkpoint in several files: under its usual name, or the one there is."""
+    if (path := directory / INDEX).is_file():
+        return path
+    found = sorted(directory.glob("*.safetensors.index.json"))
+    return found[0] if len(found) == 1 and not (directory / SINGLE).is_file() else None
+
+
 def _weight_map(directory: Path) -> dict[str, Path]:
     """Tensor name -> file, as the index says; empty without an index."""
-    found = _json(directory / INDEX).get("weight_map", {})
+    path = _index(directory)
+    if path is None:
+        return {}
+    found = _json(path).get("weight_map")
+    if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
+        raise CheckpointError(f"{path}: no `weight_map` from names of tensors to files")
     return {name: directory / file for name, file in found.items()}
 
 
 def _single(directory: Path) -> Path:
     """The one weights file of a checkpoint without an index."""
-    if (path := directory / SINGLE).is_file():
-        return path
-    found = sorted(directory.glob("*.safetensors"))
+    found = [path] if (path := directory / SINGLE).is_file() else sorted(directory.glob("*.safetensors"))
     if len(found) == 1:
+        part = re.search(r"-(\d+)-of-(\d+)$", found[0].stem)
+        if part and int(part[2]) > 1:
+            raise CheckpointError(
+                f"{found[0]}: one of {int(part[2])} files, and there is no {INDEX} that names the others"
+            )
         return found[0]
     what = (
         f"several safetensors files ({', '.join(f.name for f in found)}) and no {INDEX}" if found else "no safetensors"

@@ -5,6 +5,8 @@ No kernel is made here: a choice is right when its layout reads the weight that 
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -387,3 +389,272 @@ def test_scales_of_the_cache_are_left_out_and_reported():
     extra = {f"model.layers.0.self_attn.{part}": torch.ones(1) for part in ("k_scale", "k_proj.output_scale")}
     plan = planned("compressed-tensors", ct_config("pack-quantized", ct_weights()), stored | extra)
     assert plan.skipped == extra.keys() and "2 scales of a quantized key-value cache" in plan.notices[0]
+
+
+# ---- fp8 ---------------------------------------------------------------------------------------------------------
+def floats(scale, name="weight_scale", kind=torch.float8_e4m3fn, **more):
+    """8-bit floats with a scale of some shape: (the weight, the stored tensors)"""
+    rng = np.random.default_rng(5)
+    q = torch.from_numpy(rng.normal(0, 50, (N, K)).astype(np.float32)).to(kind)
+    s = torch.from_numpy(np.asarray(2.0 ** rng.integers(-9, -5, scale))).float()
+    wide = s.double()
+    if s.dim() == 2 and s.shape != (N, 1):
+        wide = wide.repeat_interleave(32, 0)[:N].repeat_interleave(32, 1)[:, :K]
+    wide = wide[:, None] if wide.dim() == 1 and len(wide) == N else wide
+    stored = {f"{X}.weight": q, f"{X}.{name}": s} | {f"{X}.{part}": t for part, t in more.items()}
+    return (q.double() * wide).numpy(), stored
+
+
+BLOCKS = {"weight_block_size": [32, 32]}
+
+
+@pytest.mark.parametrize(
+    ("scheme", "config", "made"),
+    [
+        ("fp8_tensor_dynamic", {"activation_scheme": "dynamic"}, {"scale": ()}),
+        ("fp8_tensor_dynamic", {"activation_scheme": "dynamic"}, {"scale": (1,)}),
+        ("fp8_tensor_dynamic", {"activation_scheme": "dynamic"}, {"scale": (1,), "kind": torch.float8_e5m2}),
+        ("fp8_static", {"activation_scheme": "static"}, {"scale": (), "input_scale": torch.ones(())}),
+        ("fp8_dynamic", {"activation_scheme": "dynamic"}, {"scale": (N, 1)}),
+        ("fp8_dynamic", {}, {"scale": (N,)}),
+        ("fp8_block", BLOCKS, {"scale": (2, 4), "name": "weight_scale_inv"}),
+        ("fp8_block", BLOCKS, {"scale": (2, 4)}),
+        ("fp8_block_ue8m0", BLOCKS | {"scale_fmt": "ue8m0"}, {"scale": (2, 4), "name": "weight_scale_inv"}),
+    ],
+)
+def test_fp8_granularities(scheme, config, made):
+    weight, stored = floats(**made)
+    plan = planned("fp8", config, stored)
+    assert np.array_equal(decoded(plan, stored), weight) and plan.choices[X].scheme == scheme
+
+
+@pytest.mark.parametrize(
+    ("scheme", "config", "shape"),
+    [("fp8a16_block", BLOCKS, (2, 4)), ("fp8a16_channel", {}, (N,)), ("fp8a16_tensor", {}, ())],
+)
+def test_scales_that_divide_are_told_by_the_configuration_alone(scheme, config, shape):
+    weight, stored = floats(shape, "weight_scale_inv")
+    name = f"{X}.weight_scale_inv"
+    plan = planned("fp8", config | {"weight_scale_semantics": "inverse"}, stored | {name: 1 / stored[name]})
+    assert plan.choices[X].scheme == scheme
+    assert np.array_equal(decoded(plan, stored | {name: 1 / stored[name]}), weight)
+
+
+def test_scales_that_are_no_powers_of_two_are_no_ue8m0():
+    _, stored = floats((2, 4), "weight_scale_inv")
+    stored[f"{X}.weight_scale_inv"] *= 1.5
+    plan = planned("fp8", BLOCKS | {"scale_fmt": "ue8m0"}, stored)
+    with pytest.raises(ValueError, match=r"weight_scale_inv` holds .* means powers of two"):
+        decoded(plan, stored)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"activation_scheme": "token"}, "activation_scheme `token` is not supported"),
+        ({"weight_block_size": [128]}, "weight_block_size = [128]: two positive numbers"),
+        ({"weight_block_size": [64, 128]}, "blocks that are not square"),
+        (BLOCKS | {"activation_scheme": "static"}, "static activations: no scheme has both"),
+        ({"store_dtype": "mxfp4"}, "store_dtype `mxfp4`"),
+        ({"weight_scale_semantics": "log"}, "weight_scale_semantics `log`"),
+        ({"weight_block_size": [64, 64]}, f"`{X}.weight_scale` is [2, 4], weight_block_size [64, 64]"),
+    ],
+)
+def test_fp8_that_is_refused(config, message):
+    refused(planned("fp8", config, floats((2, 4))[1]), message)
+
+
+def test_fp8_weights_of_another_type_or_without_a_scale():
+    _, stored = floats(())
+    refused(planned("fp8", {}, {f"{X}.weight": stored[f"{X}.weight"]}), "has no scale")
+    refused(
+        planned("fp8", {}, stored | {f"{X}.weight": torch.zeros(N, K, dtype=torch.int8)}), "is torch.int8, fp8 stores"
+    )
+    both = stored | {f"{X}.weight_scale_inv": torch.ones(())}
+    refused(planned("fp8", {}, both), "has weight_scale and weight_scale_inv")
+    notice = planned("fbgemm-fp8", {"activation_scale_ub": 1200.0}, floats((N, 1))[1]).notices[0]
+    assert "activation_scale_ub = 1200.0 is not applied" in notice
+
+
+def test_lists_of_modules_to_leave_out_name_whole_components():
+    _, stored = floats(())
+    for entry, hits in ((X, True), ("up_proj", True), ("model.layers.0", True), ("model.layers", True), ("up_pro", False),
+                        ("model.layers.0.mlp.gate_up_proj", True)):  # fmt: skip
+        assert bool(planned("fp8", {"ignored_layers": [entry]}, stored).contradictions) == hits, entry
+    dense = {f"{X}.weight": torch.zeros(N, K)}
+    assert "but is stored dense" in planned("fp8", {"ignored_layers": ["lm_head"]}, dense).contradictions[0]
+    assert not planned("fp8", {"ignored_layers": [X]}, dense).contradictions
+
+
+# ---- ModelOpt ----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("scheme", "algorithm", "stored"),
+    [
+        ("fp8_static", "FP8", floats((), input_scale=torch.ones(()))),
+        ("fp8_dynamic", "FP8_PER_CHANNEL_PER_TOKEN", floats((N,))),
+    ],
+)
+def test_modelopt_algorithms(scheme, algorithm, stored):
+    weight, tensors = stored
+    old = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": algorithm, "exclude_modules": ["lm_head"]}}
+    new = {"producer": {"name": "modelopt"}, "quant_algo": algorithm, "ignore": ["lm_head"]}
+    mixed = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {X: {"quant_algo": algorithm}}}
+    for config in (old, new, mixed):
+        plan = planned("modelopt", config, tensors)
+        assert np.array_equal(decoded(plan, tensors), weight) and plan.choices[X].scheme == scheme
+
+
+def test_modelopt_fp4_scales_multiply():
+    rng = np.random.default_rng(6)
+    q, s = rng.integers(0, 16, (N, K)), torch.from_numpy(rng.uniform(1, 2, (N, K // 16))).to(torch.float8_e4m3fn)
+    values = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])[q % 8] * np.where(q > 7, -1, 1)
+    stored = {
+        f"{X}.weight": tensor(packers.low_nibble_first(q), torch.uint8), f"{X}.weight_scale": s,
+        f"{X}.weight_scale_2": torch.tensor(0.125), f"{X}.input_scale": torch.tensor(0.5),
+    }  # fmt: skip
+    for algorithm, scheme in (("NVFP4", "nvfp4"), ("W4A16_NVFP4", "nvfp4a16")):
+        plan = planned("modelopt", {"quant_algo": algorithm, "group_size": 16}, stored)
+        expected = values * s.double().numpy().repeat(16, 1) * 0.125
+        assert np.array_equal(decoded(plan, stored), expected) and plan.choices[X].scheme == scheme
+    refused(planned("modelopt", {"quant_algo": "NVFP4", "group_size": 32}, stored), "has groups of 16")
+
+
+def test_modelopt_that_is_refused():
+    _, stored = floats(())
+    refused(planned("modelopt", {"quant_algo": "W4A8_AWQ"}, stored), "quant_algo `W4A8_AWQ` is not supported")
+    refused(planned("modelopt", {"quant_algo": "MIXED_PRECISION"}, stored), "without `quantized_layers`")
+    layers = {"model.layers.0.mlp.up_prj": {"quant_algo": "FP8"}}
+    plan = planned("modelopt", {"quant_algo": "MIXED_PRECISION", "quantized_layers": layers}, stored)
+    refused(plan, "has no such layer (nearest: `model.layers.0.mlp.up_prj`)")
+    for pattern, hits in (("*mlp*", True), ("up_proj", True), ("*attn*", False)):
+        plan = planned("modelopt", {"quant_algo": "FP8", "ignore": [pattern]}, stored)
+        assert bool(plan.contradictions) == hits
+
+
+# ---- ModelSlim ---------------------------------------------------------------------------------------------------
+def described(kind, stored, **more):
+    return dict.fromkeys(stored, kind) | more
+
+
+@pytest.mark.parametrize(
+    ("kind", "scheme", "made", "more"),
+    [
+        ("W8A8_DYNAMIC", "w8a8_dynamic", {"weight_offset": torch.zeros(N, 1)}, {}),
+        ("W8A16", "w8a16", {"weight_offset": torch.zeros(N, 1)}, {}),
+        ("W8A16", "w8a16_group", {"scales": (N, 4), "weight_offset": torch.zeros(N, 4)}, {"group_size": 32}),
+        ("W4A8_DYNAMIC", "w4a8_dynamic", {"bits": 4, "weight_offset": torch.zeros(N, 1)}, {}),
+        ("W4A4_DYNAMIC", "w4a4", {"bits": 4, "weight_offset": torch.zeros(N, 1)}, {}),
+    ],
+)
+def test_modelslim_types(kind, scheme, made, more):
+    weight, stored = integers(**made)
+    plan = planned("modelslim", described(kind, stored, **more), stored)
+    assert np.array_equal(decoded(plan, stored), weight) and plan.choices[X].scheme == scheme
+
+
+def test_modelslim_offsets_of_weights():
+    weight, stored = integers(weight_offset=torch.full((N, 1), 3.0))
+    plan = planned("modelslim", described("W8A16", stored), stored)
+    expected = weight - 3.0 * stored[f"{X}.weight_scale"].double().numpy()
+    assert np.allclose(decoded(plan, stored), expected, rtol=0, atol=1e-12) and plan.choices[X].scheme == "w8a16_asym"
+    refused(
+        planned("modelslim", described("W8A8_DYNAMIC", stored), stored), "is not 0, and W8A8_DYNAMIC has no zero points"
+    )
+
+
+def test_modelslim_rows_in_pairs():
+    rng = np.random.default_rng(7)
+    q, s = rng.integers(-8, 8, (N, K)), rng.uniform(0.01, 0.02, (N, 1)).astype(np.float32)
+    stored = {
+        f"{X}.weight": tensor(packers.modelslim_row_pairs(q & 15), torch.int8), f"{X}.weight_scale": torch.from_numpy(s),
+        f"{X}.weight_offset": torch.zeros(N, 1), f"{X}.scale_bias": torch.zeros(N, 1),
+    }  # fmt: skip
+    plan = planned("modelslim", described("W4A8_DYNAMIC", stored, version="1.0.0"), stored)
+    assert np.array_equal(decoded(plan, stored), q * s.astype(np.float64))
+
+
+@pytest.mark.parametrize("kind", [torch.float32, torch.int64])
+def test_modelslim_sums_scaled_by_a_float_or_its_bits(kind):
+    scale = np.linspace(0.001, 0.002, N).astype(np.float32)
+    _, stored = integers(
+        input_scale=torch.ones(1), input_offset=torch.zeros(1), quant_bias=torch.zeros(N, dtype=torch.int32),
+        deq_scale=torch.from_numpy(scale) if kind == torch.float32 else tensor(packers.modelslim_scale_in_i64(scale), kind),
+    )  # fmt: skip
+    choice = planned("modelslim", described("W8A8", stored), stored).choices[X]
+    assert choice.bias and choice.layout == ("modelslim" if kind == torch.float32 else "modelslim_f16")
+    mixed = planned("modelslim", described("W8A8_MIX", stored), stored)
+    assert mixed.choices[X].scheme == "w8a8_mix" and f"{X}.quant_bias" in mixed.choices[X].unread
+
+
+def test_descriptions_with_defects():
+    _, stored = integers(weight_offset=torch.zeros(N, 1))
+    refused(planned("modelslim", {f"language_model.{X}.weight": "W8A8_DYNAMIC"}, stored), "has no type in the description",
+            f"(nearest: `language_model.{X}.weight`")  # fmt: skip
+    refused(planned("modelslim", described("FLOAT", stored), stored), "described as FLOAT, is stored quantized")
+    refused(planned("modelslim", described("W2A2", stored), stored), "W2A2, is not supported (supported: W8A8, ")
+    dense = {f"{X}.weight": torch.zeros(N, K)}
+    assert not planned("modelslim", {}, dense).problems
+    assert "but is stored dense" in planned("modelslim", described("W8A8", dense), dense).contradictions[0]
+
+
+# ---- bitsandbytes ------------------------------------------------------------------------------------------------
+def made_nf4(nested, **changes):
+    rng = np.random.default_rng(8)
+    q = rng.integers(0, 16, (N, K))
+    book = torch.tensor(qdsl.load("nf4").tensor("c").value, dtype=torch.float32)
+    state = {"quant_type": "nf4", "blocksize": 64, "shape": [N, K], "dtype": "float16"}
+    count = N * K // 64
+    stored = {"weight": tensor(packers.bitsandbytes_nf4(q), torch.uint8), "weight.quant_map": book}
+    if nested:
+        table, runs = torch.linspace(-1, 1, 256), torch.from_numpy(rng.uniform(1, 2, -(-count // 48))).float()
+        codes = torch.from_numpy(rng.integers(0, 256, count)).to(torch.uint8)
+        absmax = table[codes.long()] * runs.repeat_interleave(48)[:count] + torch.tensor(2.5)
+        state |= {"nested_blocksize": 48, "nested_offset": 2.5}
+        stored |= {"weight.absmax": codes, "weight.nested_absmax": runs, "weight.nested_quant_map": table}
+    else:
+        absmax = stored["weight.absmax"] = torch.from_numpy(rng.uniform(1, 2, count)).float()
+    text = json.dumps(state | changes).encode()
+    stored["weight.quant_state.bitsandbytes__nf4"] = torch.tensor(list(text), dtype=torch.uint8)
+    weight = book.double().numpy()[q] * absmax.double().numpy().reshape(N, K // 64).repeat(64, 1)
+    return weight, {f"{X}.{part}": t for part, t in stored.items()}
+
+
+@pytest.mark.parametrize("nested", [False, True])
+def test_code_books(nested):
+    weight, stored = made_nf4(nested)
+    plan = planned("bitsandbytes", {"load_in_4bit": True}, stored)
+    assert np.array_equal(decoded(plan, stored), weight)
+
+
+@pytest.mark.parametrize("part", ["weight.quant_map", "weight.quant_state.bitsandbytes__nf4", "weight.absmax",
+                                  "weight.nested_absmax", "weight.nested_quant_map"])  # fmt: skip
+def test_missing_parts_of_code_books(part):
+    _, stored = made_nf4(True)
+    del stored[f"{X}.{part}"]
+    refused(planned("bitsandbytes", {}, stored), "is missing", X)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"quant_type": "fp4"}, "quant_type fp4, needed is nf4"),
+        ({"shape": [K, N]}, "shape [128, 64], needed is [64, 128]"),
+        ({"blocksize": 48}, "groups would cross rows"),
+        ({"nested_offset": None}, "has no nested_offset"),
+        ({"nested_blocksize": 7}, f"`{X}.weight.nested_absmax` is [3], needed is [19]"),
+    ],
+)
+def test_records_that_contradict(changes, message):
+    refused(planned("bitsandbytes", {}, made_nf4(True, **changes)[1]), message)
+
+
+def test_another_code_book_and_rows_of_bytes():
+    _, stored = made_nf4(False)
+    stored[f"{X}.weight.quant_map"] = stored[f"{X}.weight.quant_map"].flip(0)
+    refused(planned("bitsandbytes", {}, stored), "is not the code book of `nf4`")
+    q = np.random.default_rng(9).integers(-128, 128, (N, K)).astype(np.int8)
+    rows = {f"{X}.weight": torch.from_numpy(q), f"{X}.SCB": torch.full((N,), 127.0)}
+    plan = planned("bitsandbytes", {"load_in_8bit": True}, rows)
+    assert np.array_equal(decoded(plan, rows), q.astype(np.float64))
+    rows[f"{X}.weight_format"] = torch.tensor(2, dtype=torch.uint8)
+    refused(planned("bitsandbytes", {}, rows), "rows are in another order")

@@ -82,13 +82,31 @@ class Plan:
     skipped: set[str] = field(default_factory=set)
 
 
-from qdsl.runtime.checkpoints import awq, compressed_tensors, gptq  # noqa: E402  (the formats need the classes above)
+from qdsl.runtime.checkpoints import (  # noqa: E402  (the formats need the classes above)
+    awq,
+    bitsandbytes,
+    compressed_tensors,
+    fp8,
+    gptq,
+    modelopt,
+    modelslim,
+)
 
 FORMATS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Module], Headers, Read], Plan]] = {
     "awq": awq.plan,
     "gptq": gptq.plan,
     "compressed-tensors": compressed_tensors.plan,
+    "fp8": fp8.plan,
+    "fbgemm-fp8": fp8.plan,
+    "modelopt": modelopt.plan,
+    "modelopt-fp4": modelopt.plan,
+    "modelopt-mxfp8": modelopt.plan,
+    "modelopt-mixed": modelopt.plan,
+    "modelslim": modelslim.plan,
+    "bitsandbytes": bitsandbytes.plan,
 }
+# Files of settings beside config.json, in the order in which they count.
+SETTINGS = ("quantize_config.json", "quant_config.json", "hf_quant_config.json", "quant_model_description.json")
 
 
 def unnamed(config: Mapping[str, Any], source: str) -> str | None:
@@ -97,4 +115,9 @@ def unnamed(config: Mapping[str, Any], source: str) -> str | None:
         return "awq"
     if source == "quantize_config.json" and "bits" in config and "desc_act" in config:  # AutoGPTQ
         return "gptq"
+    if source == "quant_model_description.json":
+        return "modelslim"
+    producer = config.get("producer")
+    if isinstance(producer, Mapping) and str(producer.get("name")).lower() == "modelopt":
+        return "modelopt"
     return None

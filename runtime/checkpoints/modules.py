@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -14,6 +15,7 @@ from qdsl.runtime.checkpoints import Headers, Module, Plan
 from qdsl.runtime.resolve import resolved
 
 FLOATS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
+FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
 # Parts of a linear under one name that some models and configurations use for all of them.
 _FUSED = {
     "q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj",
@@ -30,6 +32,18 @@ def spellings(name: str) -> tuple[str, ...]:
     """The names by which a configuration may mean a module: its own, and that of the fused one it is part of."""
     parent, dot, last = name.rpartition(".")
     return (name, f"{parent}{dot}{_FUSED[last]}") if last in _FUSED else (name,)
+
+
+def listed(name: str, entries: Iterable[str]) -> bool:
+    """Whether a list of modules to leave out names a module: itself, one that it is in, or its last components."""
+    dotted = [f".{spelling}." for spelling in spellings(name)]
+    return any(f".{entry}." in spelling for entry in entries for spelling in dotted)
+
+
+def closest_names(name: str, known: Iterable[str]) -> str:
+    """A hint for a name that is not among the known ones."""
+    near = difflib.get_close_matches(name, list(known), n=3)
+    return f" (nearest: {', '.join(f'`{match}`' for match in near)})" if near else ""
 
 
 def parts(name: str, known: Iterable[str], stored: Headers) -> dict[str, str]:
@@ -90,3 +104,9 @@ def decoded(
     storage, sizes = loaded.layouts[layout], {"e": 1, "m": 1, "n": n, "k": k}
     binding = next(b for b in storage.bindings if b.tensor == tensor)
     return repack.read(loaded, storage, binding, stored, "", sizes)
+
+
+def decoded_table(scheme: str, tensor: str) -> torch.Tensor:
+    """The entries of a table that a scheme declares, in float64."""
+    values = resolved(scheme, {}, None).tensor(tensor).value
+    return torch.tensor(values, dtype=torch.float64)
