@@ -229,6 +229,40 @@ def test_a_missing_part_of_a_module_is_named(part):
     assert f"`{X}.{part}` is missing" in "\n".join([*plan.problems, *map(str, found)])
 
 
+# ---- auto-round --------------------------------------------------------------------------------------------------
+def test_auto_round_writes_the_tensors_of_others():
+    weight, stored = made_gptq(symmetric=False)
+    config = {"bits": 4, "group_size": 32, "sym": False, "packing_format": "auto_round:auto_gptq"}
+    assert np.array_equal(decoded(planned("auto-round", config, stored), stored), weight)
+    rng = np.random.default_rng(1)
+    q, z = rng.integers(0, 16, (N, K)), rng.integers(0, 16, (N, 4))
+    s = rng.uniform(0.01, 0.02, (4, N)).astype(np.float16)
+    stored = {
+        f"{X}.qweight": tensor(packers.autoawq_gemm(q)), f"{X}.qzeros": tensor(packers.autoawq_gemm(z)),
+        f"{X}.scales": torch.from_numpy(s),
+    }  # fmt: skip
+    weight = (q - z.repeat(32, 1)) * s.T.astype(np.float64).repeat(32, 1)
+    plan = planned("auto-round", config | {"packing_format": "auto_round:auto_awq"}, stored)
+    assert np.array_equal(decoded(plan, stored), weight)
+
+
+@pytest.mark.parametrize("key", [X, r".*up_proj", "mlp", "model.layers.0.mlp.gate_up_proj"])
+def test_auto_round_changes_settings_of_single_modules(key):
+    weight, stored = made_gptq(8, group=64)
+    config = {"bits": 4, "group_size": 32, "extra_config": {"attn": {"bits": 3}, key: {"bits": 8, "group_size": 64}}}
+    assert np.array_equal(decoded(planned("auto-round", config, stored), stored), weight)
+    dense = planned("auto-round", config | {"extra_config": {key: {"bits": 16}}}, {f"{X}.weight": torch.zeros(N, K)})
+    assert not (dense.choices or dense.problems or dense.contradictions)
+
+
+def test_auto_round_that_is_refused():
+    _, stored = made_gptq()
+    config = {"bits": 4, "group_size": 32}
+    refused(planned("auto-round", config | {"packing_format": "auto_round:fp8"}, stored), "packing_format `fp8`")
+    refused(planned("auto-round", config | {"act_bits": 8}, stored), "act_bits 8")
+    refused(planned("auto-round", config | {"extra_config": {"(": {}}}, stored), "extra_config['(']")
+
+
 # ---- compressed-tensors ------------------------------------------------------------------------------------------
 def ct_config(format, weights, inputs=None, **more):
     group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs, "format": None}

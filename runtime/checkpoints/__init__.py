@@ -83,6 +83,7 @@ class Plan:
 
 
 from qdsl.runtime.checkpoints import (  # noqa: E402  (the formats need the classes above)
+    auto_round,
     awq,
     bitsandbytes,
     compressed_tensors,
@@ -95,6 +96,8 @@ from qdsl.runtime.checkpoints import (  # noqa: E402  (the formats need the clas
 FORMATS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Module], Headers, Read], Plan]] = {
     "awq": awq.plan,
     "gptq": gptq.plan,
+    "auto-round": auto_round.plan,
+    "intel/auto-round": auto_round.plan,
     "compressed-tensors": compressed_tensors.plan,
     "fp8": fp8.plan,
     "fbgemm-fp8": fp8.plan,
