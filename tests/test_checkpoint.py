@@ -15,8 +15,8 @@ from torch import nn
 import decoders
 import qdsl
 from qdsl.runtime import QuantLinear, load_quantized
-from qdsl.runtime.checkpoint import read_config
 from qdsl.runtime.checkpoints import Module, awq
+from qdsl.runtime.stored import read_config
 
 transformers = pytest.importorskip("transformers")
 
