@@ -25,6 +25,8 @@ from qdsl.runtime.stored import StoredTensors, method_of, read_config, some
 
 # Stored by some tools, derived by every model that uses them.
 _DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+_EXPERTS = re.compile(r"\.experts\.")
+_LISTED = 8  # parameters that are in no file, of which each has a line
 
 
 def load_quantized(
@@ -48,7 +50,7 @@ def load_quantized(
     found = examine(model, directory, phase)
     for notice in found.notices:
         warnings.warn(f"{directory}: {notice}", stacklevel=2)
-    problems, layers = found.problems, {}
+    problems, layers = [*found.problems, *_without_memory(model, found.dense)], {}
     choices, files = found.plan.choices, found.files
     for name, choice in () if problems else choices.items():
         options = {"compile": compile, "batch_invariant": batch_invariant, "phase": _phase(choice, phase)}
@@ -101,8 +103,11 @@ def examine(model: nn.Module, directory: Path, phase: str = "") -> Examination:
     if (
         not problems or plan.choices
     ):  # of a format that we do not read, that its tensors have no place says nothing more
+        refused = _refused(plan, modules)
+        dense = {name: entry for name, entry in dense.items() if not name.startswith(refused)}
         taken = {name for choice in plan.choices.values() for name in (*choice.tensors, *choice.unread)}
         taken |= plan.skipped | {source for _, source in dense.values()}
+        taken |= {name for name in files if name.startswith(refused)}
         problems += _check_dense(dense, files) + _unplaced(model, files, taken, dense)
         for name, choice in plan.choices.items():
             problems += [
@@ -119,6 +124,16 @@ def _notices(plan: Plan) -> list[str]:
     more = len(plan.contradictions) - 8
     together = "; ".join([*plan.contradictions[:8], *([f"and {more} more"] if more > 0 else [])])
     return [*plan.notices, f"configuration and tensors disagree, and the tensors count: {together}"]
+
+
+def _refused(plan: Plan, modules: Iterable[str]) -> tuple[str, ...]:
+    """Prefixes of the tensors of modules for which the plan's problems say why they can't be read."""
+    named = {name for problem in plan.problems for name in re.findall(r"`([^`]+)`", problem)}
+    return tuple(
+        f"{name}."
+        for name in modules
+        if name not in plan.choices and any(other == name or other.startswith(f"{name}.") for other in named)
+    )
 
 
 def _placed(problem: str, source: str, files: StoredTensors) -> str:
@@ -176,16 +191,16 @@ def _unplaced(
     """
     optional = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
     surplus = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    problems = []
-    for name, (_, source) in list(dense.items()):
+    missing, problems, astray = [], [], {}
+    for name, (tensor, source) in list(dense.items()):
         if source in files:
             continue
-        if any(p.search(name) for p in optional):
+        if not isinstance(tensor, nn.Parameter) and any(p.search(name) for p in optional):
             del dense[name]
             continue
         quantized = [other for other in files.headers if other.startswith(name.rsplit(".", 1)[0] + ".")]
         beside = f" (only {some(quantized)})" if quantized else ""
-        problems.append(f"`{source}` is in no file{beside}, and the model needs it")
+        missing.append(f"`{source}` is in no file{beside}, and the model needs it")
     aliases = _aliases(model)
     for name in files:
         if name in taken or _DERIVED.search(name) or any(p.search(name) for p in surplus):
@@ -195,14 +210,24 @@ def _unplaced(
             if tied is not None and not torch.equal(files[name], files[tied]):
                 problems.append(f"{files.file[name].name}: `{name}` differs from `{tied}`, to which the model ties it")
             continue
-        problems.append(f"{files.file[name].name}: `{name}` has no place in the model")
+        astray.setdefault(files.file[name].name, []).append(name)
+    if len(missing) > _LISTED:
+        missing[_LISTED:] = [f"{len(missing) - _LISTED} more that the model needs are in no file"]
+    for file, names in astray.items():
+        stacks = "; stacks of experts are not loaded yet" if any(_EXPERTS.search(name) for name in names) else ""
+        problems.append(f"{file}: {some(names)} {'has' if len(names) == 1 else 'have'} no place in the model{stacks}")
+    return missing + problems
+
+
+def _without_memory(model: nn.Module, dense: Mapping[str, tuple[torch.Tensor, str]]) -> list[str]:
+    """Buffers on the meta device that nothing will fill."""
     meta = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in dense]
-    if meta:
-        problems.append(
-            f"the model's {some(meta)} on the meta device come from no checkpoint; build it with real buffers "
-            "(accelerate's init_empty_weights keeps them), or on the CPU"
-        )
-    return problems
+    if not meta:
+        return []
+    return [
+        f"the model's {some(meta)} on the meta device come from no checkpoint; build it with real buffers "
+        "(accelerate's init_empty_weights keeps them), or on the CPU"
+    ]
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:

@@ -27,10 +27,14 @@ def plan(config: Mapping[str, Any], modules: Mapping[str, Module], stored: Heade
     skipped = [str(entry) for entry in config.get("modules_to_not_convert") or ()]
     for name, module in modules.items():
         tensors = parts(name, _PARTS, stored)
-        quantized = f"{name}.qweight" in stored
+        quantized = any(part != "bias" for part in tensors.values())
         listed = any(entry in name for entry in skipped)
         if quantized and f"{name}.weight" in stored:
-            found.problems.append(f"`{name}` is stored both quantized (qweight) and dense (weight)")
+            found.problems.append(
+                f"`{name}` is stored both quantized ({', '.join(tensors.values())}) and dense (weight)"
+            )
+        elif quantized and f"{name}.qweight" not in stored:
+            found.problems.append(f"`{name}.qweight` is missing, though `{min(tensors)}` is there")
         elif quantized:
             _choose(name, module, tensors, stored, config, group, found)
             if listed:
