@@ -137,8 +137,13 @@ def _refused(plan: Plan, modules: Iterable[str]) -> tuple[str, ...]:
 
 
 def _placed(problem: str, source: str, files: StoredTensors) -> str:
-    """A problem with the files it is about before it: those of the tensors it names, or else the configuration's."""
-    about = {files.file[name].name for name in re.findall(r"`([^`]+)`", problem) if name in files.file}
+    """A problem with the files it is about before it: those of the tensors it names, or of what is stored beside them, or
+    else the configuration's."""
+    about: set[str] = set()
+    for name in re.findall(r"`([^`]+)`", problem):
+        beside = (f"{name}.", f"{name.rpartition('.')[0] or name}.")
+        stored = [name] if name in files else [other for other in files if other.startswith(beside)]
+        about |= {files.file[other].name for other in stored}
     return f"{', '.join(sorted(about)) or source}: {problem}"
 
 

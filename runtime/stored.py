@@ -89,7 +89,8 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         missing = [name for name in promised if name not in self.headers]
         astray = [name for name, path in promised.items() if self.file.get(name, path) != path]
         if missing and not problems:
-            problems.append(f"{_index(directory)} promises {some(missing)}, which no file holds")
+            places = ", ".join(sorted({promised[name].name for name in missing}))
+            problems.append(f"{_index(directory)} promises {some(missing)}, which no file holds (it says: {places})")
         if astray and not problems:
             problems.append(f"{_index(directory)} promises {some(astray)} in another file than holds them")
         if problems:
@@ -160,7 +161,9 @@ def _single(directory: Path) -> Path:
             )
         return found[0]
     what = (
-        f"several safetensors files ({', '.join(f.name for f in found)}) and no {INDEX}" if found else "no safetensors"
+        f"several safetensors files ({', '.join(f.name for f in found)}) and no {INDEX}"
+        if found
+        else f"no safetensors ({SINGLE}, or several files and {INDEX})"
     )
     hint = "; pickled weights (.bin, .pt) are not read, convert them first" if any(directory.glob("*.bin")) else ""
     raise CheckpointError(f"{directory}: {what}{hint}")

@@ -59,9 +59,9 @@ def _codes(
 ) -> None:
     kinds = [kind for kind in _BOOKS if _STATE + kind in own]
     if len(kinds) != 1:
-        found.problems.append(
-            f"`{name}.{_STATE}…` is {'missing' if not kinds else 'there twice'}: it says what the codes mean"
-        )
+        names = " or ".join(f"`{name}.{_STATE}{kind}`" for kind in _BOOKS)
+        what = "is there twice" if kinds else "is missing"
+        found.problems.append(f"the record of `{name}`, {names}, {what}: it says what the codes mean")
         return
     record = f"{name}.{_STATE}{kinds[0]}"
     state = _state(record, read, found)

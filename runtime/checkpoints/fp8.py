@@ -77,7 +77,7 @@ def _choose(
         return
     scale = _scale(tensors)
     if scale not in ("weight_scale", "weight_scale_inv"):
-        found.problems.append(f"`{name}` has {scale}; it needs weight_scale or weight_scale_inv")
+        found.problems.append(f"`{name}` has {scale}; it needs `{name}.weight_scale` or `{name}.weight_scale_inv`")
         return
     header, block = stored[f"{name}.{scale}"], (config.get("weight_block_size") or [None])[0]
     of_x = "as it is" if _reciprocal(config) else config.get("activation_scheme", "dynamic")
