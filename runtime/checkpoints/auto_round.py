@@ -45,7 +45,7 @@ def plan(config: Mapping[str, Any], modules: Mapping[str, Module], stored: Heade
 
 def _extra(config: Mapping[str, Any], found: Plan) -> dict[str, tuple[re.Pattern[str], Mapping[str, Any]]]:
     """Key -> (it as a pattern that may lie anywhere in a name, what it changes)."""
-    extra = {}
+    extra: dict[str, tuple[re.Pattern[str], Mapping[str, Any]]] = {}
     for key, changes in (config.get("extra_config") or {}).items():
         try:
             extra[str(key)] = re.compile(str(key)), dict(changes or {})

@@ -27,9 +27,9 @@ _FORMATS = (
     "mxfp4-pack-quantized",
 )  # fmt: skip
 _SYNONYMS = {"dynamic": "group", "static": "weight"}  # of `actorder`
-_E4M3 = getattr(torch, "float8_e4m3fn", None)
+_E4M3 = torch.float8_e4m3fn
 # For each format the types that its codes may have, by the tensor's name.
-_STORED = {
+_STORED: dict[str, dict[str, tuple[torch.dtype, ...]]] = {
     "pack-quantized": {"weight_packed": (torch.int32,)},
     "int-quantized": {"weight": (torch.int8,)},
     "float-quantized": {"weight": (_E4M3,)},

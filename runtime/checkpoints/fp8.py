@@ -146,7 +146,7 @@ def _scheme(
         ("dynamic", False): "fp8_dynamic",
     }
     scheme = schemes.get((of_x, whole))
-    return scheme and (scheme, {}, layout, {}, "tensor" if whole else "row")
+    return (scheme, {}, layout, {}, "tensor" if whole else "row") if scheme else None
 
 
 def _inverse(scale: str, header: torch.Tensor) -> Made:
