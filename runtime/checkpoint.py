@@ -21,7 +21,7 @@ from qdsl.diagnostic import CheckpointError, Error
 from qdsl.runtime.checkpoints import FORMATS, Choice, Module, Plan
 from qdsl.runtime.linear import QuantLinear
 from qdsl.runtime.resolve import check_layer, misfits, resolved
-from qdsl.runtime.stored import StoredTensors, method_of, read_config, some
+from qdsl.runtime.stored import Stored, opened, some
 
 # Stored by some tools, derived by every model that uses them.
 _DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -36,7 +36,7 @@ def load_quantized(
     """Load a quantized checkpoint into a model of its architecture; returns the model.
 
     model      such as AutoModelForCausalLM.from_config(config); its weights are replaced, so they may be on "meta"
-    directory  config and safetensors as the quantizing tool wrote them
+    directory  config and safetensors as the quantizing tool wrote them, or a GGUF file
     device     where to put the model; by default each parameter stays where it is (meta ones go to the CPU)
     dtype      type of activations and dense weights; by default the model's own
     compile    as for QuantLinear, and so is `batch_invariant`
@@ -62,7 +62,7 @@ def load_quantized(
         raise CheckpointError(f"{directory} can't be loaded:\n" + "\n".join(f"- {problem}" for problem in problems))
     for name in _progress(choices, "loading quantized layers"):
         _fill(layers[name], name, choices[name], files)
-    values = {key: files[source] for key, (_, source) in found.dense.items()}
+    values = {key: _floats(source, found) for key, (_, source) in found.dense.items()}
     _install(model, layers, found.dense, values, device, dtype)
     return model
 
@@ -82,7 +82,7 @@ class Examination:
     method: str
     source: str
     plan: Plan
-    files: StoredTensors
+    files: Stored
     dense: dict[str, tuple[torch.Tensor, str]]
     problems: list[str]
     notices: list[str]
@@ -93,9 +93,7 @@ def examine(model: nn.Module, directory: Path, phase: str = "") -> Examination:
 
     Raises CheckpointError where files or settings can't be read at all.
     """
-    config, source = read_config(directory)
-    method = method_of(config, source)
-    files = StoredTensors(directory)
+    config, source, method, files = opened(directory)
     modules = {name: _module(m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     plan = FORMATS[method](config, modules, files.headers, files.__getitem__)
     problems = [_placed(problem, source, files) for problem in plan.problems]
@@ -108,7 +106,9 @@ def examine(model: nn.Module, directory: Path, phase: str = "") -> Examination:
         taken = {name for choice in plan.choices.values() for name in (*choice.tensors, *choice.unread)}
         taken |= plan.skipped | {source for _, source in dense.values()}
         taken |= {name for name in files if name.startswith(refused)}
-        problems += _check_dense(dense, files) + _unplaced(model, files, taken, dense)
+        problems += _check_dense(
+            dense, {**files.headers, **{name: made.header for name, made in plan.dense.items()}}, files
+        ) + _unplaced(model, files, taken, dense)
         for name, choice in plan.choices.items():
             problems += [
                 f"{_where(choice, files)}: {name}: {p}" for p in _misfits(name, modules[name], choice, files, phase)
@@ -136,7 +136,7 @@ def _refused(plan: Plan, modules: Iterable[str]) -> tuple[str, ...]:
     )
 
 
-def _placed(problem: str, source: str, files: StoredTensors) -> str:
+def _placed(problem: str, source: str, files: Stored) -> str:
     """A problem with the files it is about before it: those of the tensors it names, or of what is stored beside them, or
     else the configuration's."""
     about: set[str] = set()
@@ -172,10 +172,18 @@ def _dense(
     }
 
 
-def _check_dense(dense: Mapping[str, tuple[torch.Tensor, str]], files: StoredTensors) -> list[str]:
+def _floats(source: str, found: Examination) -> torch.Tensor:
+    """A stored tensor as the model holds it."""
+    made = found.plan.dense.get(source)
+    return found.files[source] if made is None else made.make({name: found.files[name] for name in made.sources})
+
+
+def _check_dense(
+    dense: Mapping[str, tuple[torch.Tensor, str]], headers: Mapping[str, torch.Tensor], files: Stored
+) -> list[str]:
     problems = []
     for tensor, source in dense.values():
-        header = files.headers.get(source)
+        header = headers.get(source)
         if header is None:
             continue
         if header.shape != tensor.shape:
@@ -188,7 +196,7 @@ def _check_dense(dense: Mapping[str, tuple[torch.Tensor, str]], files: StoredTen
 
 
 def _unplaced(
-    model: nn.Module, files: StoredTensors, taken: set[str], dense: dict[str, tuple[torch.Tensor, str]]
+    model: nn.Module, files: Stored, taken: set[str], dense: dict[str, tuple[torch.Tensor, str]]
 ) -> list[str]:
     """Tensors without a place and parameters without a tensor; drops from `dense` what the model says may be absent.
 
@@ -243,7 +251,7 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     return {name: known[0] for known in names.values() if len(known) > 1 for name in known[1:]}
 
 
-def _misfits(name: str, module: Module, choice: Choice, files: StoredTensors, phase: str) -> list[str]:
+def _misfits(name: str, module: Module, choice: Choice, files: Stored, phase: str) -> list[str]:
     """What keeps a module's tensors from being read as its choice says."""
     try:
         scheme, role = resolved(choice.scheme, choice.params, None), _phase(choice, phase)
@@ -263,7 +271,7 @@ def _misfits(name: str, module: Module, choice: Choice, files: StoredTensors, ph
     return [*map(str, found), *surplus]
 
 
-def _where(choice: Choice, files: StoredTensors) -> str:
+def _where(choice: Choice, files: Stored) -> str:
     """The files that hold a module."""
     return ", ".join(sorted({files.file[stored].name for stored in choice.tensors if stored in files.file}))
 
@@ -283,7 +291,7 @@ def _phase(choice: Choice, phase: str) -> str:
     return phase if resolved(choice.scheme, choice.params, None).phases else ""
 
 
-def _fill(layer: QuantLinear, name: str, choice: Choice, files: StoredTensors) -> None:
+def _fill(layer: QuantLinear, name: str, choice: Choice, files: Stored) -> None:
     try:
         stored = _Renamed(files, name, replace(choice, leading={}), {})
         own = {full.removeprefix(f"{name}."): stored[full] for full in stored} if choice.made else {}

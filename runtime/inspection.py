@@ -78,7 +78,7 @@ def inspect(directory: str | Path, model: nn.Module | None = None) -> Inspection
     Raises CheckpointError where files or settings can't be read at all.
     """
     directory = Path(directory)
-    model = _model(directory) if model is None else model
+    model = _model(directory.parent if directory.is_file() else directory) if model is None else model
     found = examine(model, directory)
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     rows = tuple(

@@ -6,13 +6,13 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import safetensors
 import torch
 
 from qdsl.diagnostic import CheckpointError, closest
-from qdsl.runtime.checkpoints import FORMATS, SETTINGS, unnamed
+from qdsl.runtime.checkpoints import FILES, FORMATS, SETTINGS, unnamed
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -21,6 +21,37 @@ _DTYPES = {
     "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
     "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
 }  # fmt: skip
+
+
+class Stored(Protocol):
+    """The tensors of a checkpoint by name.
+
+    headers   name -> tensor on the meta device, for shape and type
+    file      name -> the file it lies in
+    """
+
+    headers: dict[str, torch.Tensor]
+    file: dict[str, Path]
+
+    def __getitem__(self, name: str) -> torch.Tensor: ...
+    def __iter__(self) -> Iterator[str]: ...
+    def __contains__(self, name: object) -> bool: ...
+
+
+def opened(path: Path) -> tuple[Mapping[str, Any], str, str, Stored]:
+    """(settings, the name of the file they are in, the format's name, the tensors) of a directory or a file.
+
+    Raises CheckpointError where files or settings can't be read.
+    """
+    if path.is_file():
+        if path.suffix not in FILES:
+            known = ", ".join(FILES)
+            raise CheckpointError(f"{path}: a checkpoint is a directory, or a file that ends in {known}")
+        method, opener = FILES[path.suffix]
+        tensors = opener(path)
+        return tensors.metadata, path.name, method, tensors
+    config, source = read_config(path)
+    return config, source, method_of(config, source), StoredTensors(path)
 
 
 # ---- the settings -------------------------------------------------------------------------------------------

@@ -73,6 +73,7 @@ class Plan:
     notices          for the user
     contradictions   between configuration and tensors about what is quantized, in which the tensors count
     skipped          stored tensors that no linear layer has a use for
+    dense            by the stored name: floats of the model that are stored in another form
     """
 
     choices: dict[str, Choice] = field(default_factory=dict)
@@ -80,6 +81,7 @@ class Plan:
     notices: list[str] = field(default_factory=list)
     contradictions: list[str] = field(default_factory=list)
     skipped: set[str] = field(default_factory=set)
+    dense: dict[str, Made] = field(default_factory=dict)
 
 
 from qdsl.runtime.checkpoints import (  # noqa: E402  (the formats need the classes above)
@@ -88,6 +90,7 @@ from qdsl.runtime.checkpoints import (  # noqa: E402  (the formats need the clas
     bitsandbytes,
     compressed_tensors,
     fp8,
+    gguf,
     gptq,
     modelopt,
     modelslim,
@@ -107,7 +110,10 @@ FORMATS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Module], Headers, R
     "modelopt-mixed": modelopt.plan,
     "modelslim": modelslim.plan,
     "bitsandbytes": bitsandbytes.plan,
+    "gguf": gguf.plan,
 }
+# Formats of one file with its settings in it, by its ending: the format's name, and what opens it.
+FILES = {".gguf": ("gguf", gguf.GgufTensors)}
 # Files of settings beside config.json, in the order in which they count.
 SETTINGS = ("quantize_config.json", "quant_config.json", "hf_quant_config.json", "quant_model_description.json")
 
