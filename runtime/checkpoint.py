@@ -95,7 +95,10 @@ def examine(model: nn.Module, directory: Path, phase: str = "") -> Examination:
     """
     config, source, method, files = opened(directory)
     modules = {name: _module(m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    plan = FORMATS[method](config, modules, files.headers, files.__getitem__)
+    try:
+        plan = FORMATS[method](config, modules, files.headers, files.__getitem__)
+    except CheckpointError as problem:  # a setting of the wrong type, or a file that can't be read after all
+        raise CheckpointError(f"{directory} can't be loaded:\n- {source}: {problem}") from None
     problems = [_placed(problem, source, files) for problem in plan.problems]
     dense = _dense(model, plan.choices, files.headers)
     if (

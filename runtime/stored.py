@@ -59,14 +59,17 @@ def read_config(directory: Path) -> tuple[dict[str, Any], str]:
     """(quantization settings, the file they are in); the first place that has them counts."""
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such checkpoint directory")
-    main = _json(directory / "config.json")
+    main, path = _json(directory / "config.json"), directory / "config.json"
+    inner = main.get("text_config")
     for found in (
         main.get("quantization_config"),
-        (main.get("text_config") or {}).get("quantization_config"),
+        inner.get("quantization_config") if isinstance(inner, dict) else None,
         main.get("compression_config"),
     ):
         if found:
-            return dict(found), "config.json"
+            if not isinstance(found, dict):
+                raise CheckpointError(f"{path}: quantization settings are {found!r}, an object is needed")
+            return found, path.name
     for name in SETTINGS:
         if found := _json(directory / name):
             return dict(found), name

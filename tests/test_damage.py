@@ -257,3 +257,42 @@ def test_every_tensor_and_file_is_needed(name, tmp_path):
             looked_at(model, whole)
         assert path.name in str(caught.value), str(caught.value)
         path.write_bytes(raw)
+
+
+JUNK = (None, [], {}, "x", 3.5, -7, True, [1, "x"], {"x": 1})
+
+
+def changed(settings: Any, path: tuple = ()):
+    """Every way to put junk in place of one value: (where, what, the settings with it)."""
+    entries = (
+        settings.items() if isinstance(settings, dict) else enumerate(settings) if isinstance(settings, list) else ()
+    )
+    for key, value in entries:
+        for junk in JUNK:
+            other = dict(settings) if isinstance(settings, dict) else list(settings)
+            other[key] = junk
+            yield (*path, key), junk, other
+        for where, junk, inner in changed(value, (*path, key)):
+            other = dict(settings) if isinstance(settings, dict) else list(settings)
+            other[key] = inner
+            yield where, junk, other
+
+
+@pytest.mark.parametrize("name", SOURCES)
+def test_settings_of_any_type_are_taken_or_refused(name, tmp_path):
+    """Never anything but a CheckpointError, whatever stands where a number or a list should."""
+    if name in MADE:
+        _write(name, tmp_path)
+    else:
+        shutil.copytree(AWQ if name == "awq_g128" else FIXTURES / name, tmp_path, dirs_exist_ok=True)
+        (tmp_path / "reference_dequant.safetensors").unlink(missing_ok=True)
+    model = model_of(tmp_path)
+    file = next(
+        (tmp_path / f for f in ("quant_model_description.json",) if (tmp_path / f).exists()), tmp_path / "config.json"
+    )
+    whole = json.loads(file.read_text())
+    key = "quantization_config" if file.name == "config.json" else None
+    settings = whole[key] if key else {k: whole[k] for k in list(whole)[:12]}
+    for where, junk, other in changed(settings):
+        file.write_text(json.dumps({**whole, key: other} if key else {**whole, **other}))
+        outcome(model, tmp_path, f"{where} = {junk!r}")

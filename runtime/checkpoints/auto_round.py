@@ -8,6 +8,7 @@ from typing import Any
 
 from qdsl.runtime.checkpoints import Headers, Module, Plan, Read, awq, gptq
 from qdsl.runtime.checkpoints.modules import spellings
+from qdsl.runtime.checkpoints.settings import pattern, table
 
 _PACKINGS = {"auto_gptq": gptq.plan, "gptq": gptq.plan, "auto_awq": awq.plan, "awq": awq.plan}
 _DENSE = 16  # from so many bits on a module is not quantized
@@ -18,10 +19,10 @@ def plan(config: Mapping[str, Any], modules: Mapping[str, Module], stored: Heade
     packing = str(config.get("packing_format") or "auto_round:auto_gptq").lower().rpartition(":")[2]
     if packing not in _PACKINGS:
         found.problems.append(f"auto-round with packing_format `{packing}` is not supported ({', '.join(_PACKINGS)})")
-    if (config.get("act_bits") or 16) < 16 or config.get("data_type", "int") != "int":
+    if config.get("act_bits") not in (None, 16, 32) or config.get("data_type", "int") != "int":
         kinds = f"data_type {config.get('data_type', 'int')}, act_bits {config.get('act_bits')}"
         found.problems.append(f"auto-round with {kinds}: only integer weights with x as it is are supported")
-    extra = _extra(config, found)
+    extra = _extra(config)
     if found.problems:
         return found
     for name, module in modules.items():
@@ -43,16 +44,11 @@ def plan(config: Mapping[str, Any], modules: Mapping[str, Module], stored: Heade
     return found
 
 
-def _extra(config: Mapping[str, Any], found: Plan) -> dict[str, tuple[re.Pattern[str], Mapping[str, Any]]]:
+def _extra(config: Mapping[str, Any]) -> dict[str, tuple[re.Pattern[str], Mapping[str, Any]]]:
     """Key -> (it as a pattern that may lie anywhere in a name, what it changes)."""
     extra: dict[str, tuple[re.Pattern[str], Mapping[str, Any]]] = {}
-    for key, changes in (config.get("extra_config") or {}).items():
-        try:
-            extra[str(key)] = re.compile(str(key)), dict(changes or {})
-        except (re.error, TypeError, ValueError) as problem:
-            found.problems.append(
-                f"extra_config[{key!r}] is not settings for a name or a regular expression: {problem}"
-            )
+    for key in table(config, "extra_config"):
+        extra[key] = pattern(key, f"extra_config[{key!r}]"), table(table(config, "extra_config"), key)
     return extra
 
 
@@ -61,4 +57,4 @@ def _override(name: str, extra: Mapping[str, tuple[re.Pattern[str], Mapping[str,
     for spelling in spellings(name):
         if spelling in extra:
             return extra[spelling][1]
-    return next((changes for pattern, changes in extra.values() if pattern.search(name)), {})
+    return next((changes for matcher, changes in extra.values() if matcher.search(name)), {})

@@ -13,6 +13,7 @@ import torch
 
 from qdsl.runtime.checkpoints import Choice, Headers, Module, Plan, Read
 from qdsl.runtime.checkpoints.modules import float_type, groups_of, has_bias, parts
+from qdsl.runtime.checkpoints.settings import names
 
 _LAYOUTS = {"gemm": "autoawq", "exllama": "autoawq", "ipex": "autoawq", "gemv": "autoawq_gemv"}
 _PARTS = ("qweight", "qzeros", "scales", "bias")
@@ -24,7 +25,7 @@ def plan(config: Mapping[str, Any], modules: Mapping[str, Module], stored: Heade
     group = _settings(config, found)
     if found.problems:
         return found
-    skipped = [str(entry) for entry in config.get("modules_to_not_convert") or ()]
+    skipped = names(config, "modules_to_not_convert")
     for name, module in modules.items():
         tensors = parts(name, _PARTS, stored)
         quantized = any(part != "bias" for part in tensors.values())

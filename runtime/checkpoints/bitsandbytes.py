@@ -14,6 +14,7 @@ import torch
 
 from qdsl.runtime.checkpoints import Choice, Headers, Made, Module, Plan, Read
 from qdsl.runtime.checkpoints.modules import decoded_table, has_bias, is_float, listed, parts
+from qdsl.runtime.checkpoints.settings import names
 
 _STATE = "weight.quant_state.bitsandbytes__"
 _BOOKS = {"nf4": "nf4", "fp4": "bnb_fp4"}
@@ -25,7 +26,7 @@ _PARTS = (
 
 def plan(config: Mapping[str, Any], modules: Mapping[str, Module], stored: Headers, read: Read) -> Plan:
     found = Plan()
-    skipped = tuple(map(str, config.get("llm_int8_skip_modules") or ()))
+    skipped = names(config, "llm_int8_skip_modules")
     for name, module in modules.items():
         tensors = parts(name, _PARTS, stored)
         weight = stored.get(f"{name}.weight")

@@ -16,6 +16,7 @@ import torch
 
 from qdsl.runtime.checkpoints import Choice, Headers, Made, Module, Plan, Read
 from qdsl.runtime.checkpoints.modules import float_type, groups_of, has_bias, is_float, kv_scales, parts, spellings
+from qdsl.runtime.checkpoints.settings import names, pattern, table
 
 _CODES = ("weight_packed", "weight")
 _PARTS = (
@@ -77,7 +78,10 @@ class Group:
 def plan(config: Mapping[str, Any], modules: Mapping[str, Module], stored: Headers, read: Read) -> Plan:
     found = Plan()
     groups = _groups(config, found)
-    ignored = tuple(map(str, config.get("ignore") or ()))
+    ignored = names(config, "ignore")
+    for entry in (*ignored, *(target for group in groups for target in group.targets)):
+        if entry.startswith("re:"):
+            pattern(entry[3:], f"`{entry}`")
     if found.problems:
         return found
     found.skipped |= kv_scales(stored, found)
@@ -104,20 +108,21 @@ def plan(config: Mapping[str, Any], modules: Mapping[str, Module], stored: Heade
 
 # ---- the configuration -------------------------------------------------------------------------------------------
 def _groups(config: Mapping[str, Any], found: Plan) -> list[Group]:
-    if (config.get("sparsity_config") or {}).get("targets"):
+    if table(config, "sparsity_config").get("targets"):
         found.problems.append(
             "compressed-tensors with `sparsity_config`: sparse weights are not supported; save it dense"
         )
-    if (config.get("transform_config") or {}).get("config_groups"):
+    if table(config, "transform_config").get("config_groups"):
         found.problems.append("compressed-tensors with `transform_config`: transforms of activations are not supported")
     groups = []
-    for name, entry in (config.get("config_groups") or {}).items():
+    for name in table(config, "config_groups"):
+        entry = table(table(config, "config_groups"), name)
         format = str(entry.get("format") or config.get("format") or "").replace("_", "-")
-        targets = tuple(map(str, entry.get("targets") or ()))
+        targets = names(entry, "targets")
         if targets and all(target.endswith("Attention") for target in targets):
             continue  # describes the key-value cache
-        weights = _args(entry.get("weights"), f"config_groups[{name!r}].weights", found)
-        inputs = _args(entry.get("input_activations"), f"config_groups[{name!r}].input_activations", found)
+        weights = _args(table(entry, "weights"), f"config_groups[{name!r}].weights", found)
+        inputs = _args(table(entry, "input_activations"), f"config_groups[{name!r}].input_activations", found)
         if format not in _FORMATS:
             known = ", ".join(_FORMATS)
             found.problems.append(f"config_groups[{name!r}] has format `{format}`, which is not supported ({known})")
@@ -135,20 +140,26 @@ def _args(given: Mapping[str, Any] | None, place: str, found: Plan) -> Args | No
         return None
     group = given.get("group_size")
     strategy = given.get("strategy") or ("tensor" if group is None else "channel" if group == -1 else "group")
-    block = tuple(given.get("block_structure") or ())
+    block, dynamic = given.get("block_structure") or [], given.get("dynamic", False)
+    if not isinstance(block, list) or not all(isinstance(size, int) and size > 0 for size in block):
+        found.problems.append(f"{place}: block_structure = {block}; two numbers are needed")
+        block = []
+    if not isinstance(dynamic, bool) and dynamic != "local":
+        found.problems.append(f"{place}: dynamic = {dynamic}; true, false or local is needed")
+        dynamic = False
     order = given.get("actorder") or ""
     bits = given.get("num_bits", 8)
     if strategy in ("group", "tensor_group") and (not isinstance(group, int) or group < 1):
         found.problems.append(f"{place}: strategy `{strategy}` with group_size = {group}; a positive number is needed")
         group = 1
     if strategy == "block" and len(block) != 2:
-        found.problems.append(f"{place}: strategy `block` with block_structure = {list(block)}; two numbers are needed")
-    if not isinstance(bits, int):
-        found.problems.append(f"{place}: num_bits = {bits}; a number is needed")
+        found.problems.append(f"{place}: strategy `block` with block_structure = {block}; two numbers are needed")
+    if not isinstance(bits, int) or not 1 <= bits <= 16:
+        found.problems.append(f"{place}: num_bits = {bits}; a number of bits is needed")
         bits = 8
     return Args(
-        bits, str(given.get("type", "int")), bool(given.get("symmetric", True)), group if group and group > 0 else -1,
-        str(strategy), block, given.get("dynamic", False), _SYNONYMS.get(str(order), str(order)),
+        bits, str(given.get("type", "int")), bool(given.get("symmetric", True)), group if isinstance(group, int) and group > 0 else -1,
+        str(strategy), tuple(block), dynamic, _SYNONYMS.get(str(order), str(order)),
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ import torch
 from qdsl.runtime import repack
 from qdsl.runtime.checkpoints import Choice, Headers, Made, Module, Plan, Read
 from qdsl.runtime.checkpoints.modules import FP8, has_bias, is_float, kv_scales, listed, parts
+from qdsl.runtime.checkpoints.settings import names
 
 _PARTS = ("weight", "weight_scale", "weight_scale_inv", "input_scale", "bias")
 
@@ -24,7 +25,7 @@ def plan(config: Mapping[str, Any], modules: Mapping[str, Module], stored: Heade
     if found.problems:
         return found
     found.skipped |= kv_scales(stored, found)
-    skipped = tuple(map(str, config.get("ignored_layers") or config.get("modules_to_not_convert") or ()))
+    skipped = names(config, "ignored_layers", "modules_to_not_convert")
     bound = config.get("activation_scale_ub")
     if bound is not None:
         found.notices.append(

@@ -14,8 +14,10 @@ from typing import Any
 
 import torch
 
+from qdsl.diagnostic import CheckpointError
 from qdsl.runtime.checkpoints import Choice, Headers, Module, Plan, Read
 from qdsl.runtime.checkpoints.modules import decoded, fits, float_type, groups_of, has_bias, is_float, parts, spellings
+from qdsl.runtime.checkpoints.settings import pattern, table
 
 _PARTS = ("qweight", "qzeros", "scales", "g_idx", "bias")
 _LABELS = ("gptq", "gptq_v2", "gptq_p")
@@ -66,12 +68,12 @@ def plan(config: Mapping[str, Any], modules: Mapping[str, Module], stored: Heade
     rules = _rules(config, top, found)
     if found.problems:
         return found
-    inside = _flat(config.get("modules_in_block_to_quantize") or ())
+    inside = _flat(config.get("modules_in_block_to_quantize") or [])
 
     def settings(name: str) -> tuple[Settings, bool | None]:
         """A module's settings, and whether they say that it is quantized (None: nothing does)."""
-        for pattern, own in rules:
-            if any(pattern.match(spelling) for spelling in spellings(name)):
+        for matcher, own in rules:
+            if any(matcher.match(spelling) for spelling in spellings(name)):
                 return own or top, own is not None
         if inside and name.rpartition(".")[2] != "lm_head":
             return top, any(entry in spelling for entry in inside for spelling in spellings(name))
@@ -115,8 +117,8 @@ def _form(config: Mapping[str, Any], found: Plan) -> Form:
 
 def _shifts_words(config: Mapping[str, Any]) -> bool:
     """Whether GPTQModel wrote the file, of which all versions from 0.9 on add and subtract whole words of zeros."""
-    writers = (config.get("meta") or {}).get("quantizer") or ()
-    for writer in [writers] if isinstance(writers, str) else writers:
+    writers = table(config, "meta").get("quantizer") or ()
+    for writer in writers if isinstance(writers, list) else [writers]:
         name, _, version = str(writer).partition(":")
         numbers = [int(part) for part in re.findall(r"\d+", version)[:2]]
         if name.lower() == "gptqmodel" and (not numbers or numbers >= [0, 9]):
@@ -147,23 +149,22 @@ def _settings(config: Mapping[str, Any], found: Plan, base: Settings | None = No
 def _rules(config: Mapping[str, Any], top: Settings, found: Plan) -> list[tuple[re.Pattern[str], Settings | None]]:
     """`dynamic`: patterns that are matched at the start of a name, those that exclude modules (None) before the rest."""
     negative, positive = [], []
-    for key, changes in (config.get("dynamic") or {}).items():
+    for key, changes in table(config, "dynamic").items():
         excludes, rule = key.startswith("-:"), f"dynamic[{key!r}]"
-        try:
-            pattern = re.compile(key.removeprefix("-:").removeprefix("+:"))
-        except re.error as problem:
-            found.problems.append(f"{rule} is no regular expression: {problem}")
-            continue
+        matcher = pattern(key.removeprefix("-:").removeprefix("+:"), rule)
         if excludes:
-            negative.append((pattern, None))
+            negative.append((matcher, None))
         elif not isinstance(changes, Mapping):
             found.problems.append(f"{rule} = {changes!r}: settings are wanted, such as {{'bits': 8}}")
         else:
-            positive.append((pattern, _settings(changes, found, top, rule)))
+            positive.append((matcher, _settings(changes, found, top, rule)))
     return [*negative, *positive]
 
 
 def _flat(entries: Any) -> list[str]:
+    """The names of a list, or of a list of lists."""
+    if not isinstance(entries, list):
+        raise CheckpointError(f"modules_in_block_to_quantize = {entries!r}: a list is needed")
     return [str(e) for entry in entries for e in (entry if isinstance(entry, list) else [entry])]
 
 

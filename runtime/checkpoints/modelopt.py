@@ -8,6 +8,7 @@ from typing import Any
 
 from qdsl.runtime.checkpoints import Choice, Headers, Module, Plan, Read
 from qdsl.runtime.checkpoints.modules import closest_names, has_bias, is_float, kv_scales, parts, spellings
+from qdsl.runtime.checkpoints.settings import names, table
 
 _PARTS = ("weight", "weight_scale", "weight_scale_2", "input_scale", "bias")
 _ALGORITHMS: dict[str, tuple[str, dict[str, Any], str]] = {
@@ -23,22 +24,20 @@ _GROUPS = {"NVFP4": 16, "W4A16_NVFP4": 16, "MXFP8": 32}
 
 def plan(config: Mapping[str, Any], modules: Mapping[str, Module], stored: Headers, read: Read) -> Plan:
     found = Plan()
-    settings = config.get("quantization", config)
+    settings = table(config, "quantization") or config
     overall = str(settings.get("quant_algo") or "").upper()
     mixed = overall == "MIXED_PRECISION"
-    layers = settings.get("quantized_layers") or {}
+    layers = {name: table(table(settings, "quantized_layers"), name) for name in table(settings, "quantized_layers")}
     if mixed and not layers:
         found.problems.append("ModelOpt with quant_algo `MIXED_PRECISION`, but without `quantized_layers`")
-    for algorithm in (
-        {str((entry or {}).get("quant_algo")).upper() for entry in layers.values()} if mixed else {overall}
-    ):
+    for algorithm in {str(entry.get("quant_algo")).upper() for entry in layers.values()} if mixed else {overall}:
         if algorithm not in _ALGORITHMS:
             known = ", ".join(_ALGORITHMS)
             found.problems.append(f"ModelOpt with quant_algo `{algorithm}` is not supported (supported: {known})")
     if found.problems:
         return found
     found.skipped |= kv_scales(stored, found)
-    excluded = tuple(map(str, settings.get("exclude_modules") or settings.get("ignore") or ()))
+    excluded = names(settings, "exclude_modules", "ignore")
     for name, module in modules.items():
         tensors = parts(name, _PARTS, stored)
         weight = stored.get(f"{name}.weight")

@@ -34,7 +34,7 @@ def plan(config: Mapping[str, Any], modules: Mapping[str, Module], stored: Heade
         if kind is None:
             near = closest_names(f"{name}.weight", (key for key in config if key.endswith(".weight")))
             found.problems.append(f"`{name}.weight` is stored quantized, and has no type in the description{near}")
-        elif kind not in _TYPES:
+        elif not isinstance(kind, str) or kind not in _TYPES:
             what = "is stored quantized" if kind == "FLOAT" else f"is not supported (supported: {', '.join(_TYPES)})"
             found.problems.append(f"`{name}.weight`, described as {kind}, {what}")
         else:
