@@ -32,6 +32,7 @@ _LISTED = 8  # parameters that are in no file, of which each has a line
 def load_quantized(
     model: nn.Module, directory: str | Path, *, device: torch.device | str | None = None,
     dtype: torch.dtype | None = None, compile: str = "auto", batch_invariant: bool = False, phase: str = "",
+    settings: Mapping[str, Any] | None = None,
 ) -> nn.Module:  # fmt: skip
     """Load a quantized checkpoint into a model of its architecture; returns the model.
 
@@ -41,13 +42,14 @@ def load_quantized(
     dtype      type of activations and dense weights; by default the model's own
     compile    as for QuantLinear, and so is `batch_invariant`
     phase      the role of this copy of the model, such as "prefill" or "decode", for layers whose scheme has phases
+    settings   in place of those that the checkpoint has, where it is labelled wrong: {"checkpoint_format": "gptq_v2"}
 
     Linears that the checkpoint stores quantized become `QuantLinear`s, every other parameter is loaded as it is.  A tied
     head stays tied unless the checkpoint stores it quantized.  Raises CheckpointError, listing all that is wrong and
     naming file and tensor, before the model changes.
     """
     directory = Path(directory)
-    found = examine(model, directory, phase)
+    found = examine(model, directory, phase, settings)
     for notice in found.notices:
         warnings.warn(f"{directory}: {notice}", stacklevel=2)
     problems, layers = [*found.problems, *_without_memory(model, found.dense)], {}
@@ -88,12 +90,14 @@ class Examination:
     notices: list[str]
 
 
-def examine(model: nn.Module, directory: Path, phase: str = "") -> Examination:
+def examine(
+    model: nn.Module, directory: Path, phase: str = "", settings: Mapping[str, Any] | None = None
+) -> Examination:
     """Match a checkpoint with a model, whose parameters may be on the meta device; makes no layer and reads no weights.
 
     Raises CheckpointError where files or settings can't be read at all.
     """
-    config, source, method, files = opened(directory)
+    config, source, method, files = opened(directory, settings or {})
     modules = {name: _module(m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     try:
         plan = FORMATS[method](config, modules, files.headers, files.__getitem__)

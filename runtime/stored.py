@@ -38,8 +38,8 @@ class Stored(Protocol):
     def __contains__(self, name: object) -> bool: ...
 
 
-def opened(path: Path) -> tuple[Mapping[str, Any], str, str, Stored]:
-    """(settings, the name of the file they are in, the format's name, the tensors) of a directory or a file.
+def opened(path: Path, changes: Mapping[str, Any]) -> tuple[Mapping[str, Any], str, str, Stored]:
+    """(settings with changes, the name of the file they are in, the format's name, the tensors) of a directory or a file.
 
     Raises CheckpointError where files or settings can't be read.
     """
@@ -47,10 +47,13 @@ def opened(path: Path) -> tuple[Mapping[str, Any], str, str, Stored]:
         if path.suffix not in FILES:
             known = ", ".join(FILES)
             raise CheckpointError(f"{path}: a checkpoint is a directory, or a file that ends in {known}")
+        if changes:
+            raise CheckpointError(f"{path}: its settings are in the file itself; {', '.join(changes)} can't be changed")
         method, opener = FILES[path.suffix]
         tensors = opener(path)
         return tensors.metadata, path.name, method, tensors
     config, source = read_config(path)
+    config |= changes
     return config, source, method_of(config, source), StoredTensors(path)
 
 
@@ -69,7 +72,7 @@ def read_config(directory: Path) -> tuple[dict[str, Any], str]:
         if found:
             if not isinstance(found, dict):
                 raise CheckpointError(f"{path}: quantization settings are {found!r}, an object is needed")
-            return found, path.name
+            return dict(found), path.name
     for name in SETTINGS:
         if found := _json(directory / name):
             return dict(found), name

@@ -227,6 +227,14 @@ def test_aliases_and_version_names(writable):
     assert len(quantized(load_quantized(built(), directory))) == 7
 
 
+def test_a_wrong_label_may_be_overruled(writable):
+    directory, _, save = writable
+    save()
+    configured(directory, version="marlin")
+    refused(built(), directory, "AWQ version `marlin`")
+    assert len(quantized(load_quantized(built(), directory, settings={"version": "gemm"}))) == 7
+
+
 def test_shapes_decide_between_gemm_and_gemv(writable):
     directory, _, save = writable
     save()

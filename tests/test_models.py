@@ -6,7 +6,9 @@ $QDSL_FIXTURES names the folder of the checkpoints; each has the tool's own deco
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import warnings
 from pathlib import Path
 
@@ -16,6 +18,7 @@ import torch
 from safetensors.torch import load_file
 from torch import nn
 
+import qdsl
 from qdsl import reference
 from qdsl.dtype import F32
 from qdsl.runtime import QuantLinear, load_quantized, repack
@@ -123,3 +126,43 @@ def outputs_are_within_their_bounds(model, layers):
         x, y = (t.reshape(-1, t.shape[-1]).double().numpy() for t in seen[name])
         expected = reference.linear(layer.scheme, x, held(layer), layer.out_features, phase=layer.phase)
         assert (np.abs(y - expected.y) <= expected.bound).all(), name
+
+
+@needs_fixtures
+@pytest.mark.parametrize("phase", ["prefill", "decode"])
+def test_a_model_has_a_role(phase):
+    directory = FIXTURES / "ms_w8a8_mix"
+    model = load_quantized(built(directory), directory, phase=phase)
+    layers = quantized(model)
+    assert all(layer.phase == phase for layer in layers.values())
+    outputs_are_within_their_bounds(model, layers)
+    with pytest.raises(qdsl.CheckpointError, match=r"has no phase `decoding` \(it has: prefill, decode\)"):
+        load_quantized(built(directory), directory, phase="decoding")
+    dense = FIXTURES / "ms_w8a8_dynamic"
+    with pytest.raises(qdsl.CheckpointError, match=r"no layer of it has phases"):
+        load_quantized(built(dense), dense, phase="decode")
+
+
+@needs_fixtures
+def test_zero_points_under_the_wrong_label_may_be_overruled(tmp_path):
+    right, directory = FIXTURES / "gptq_v2_asym_3bit_g64", tmp_path / "checkpoint"
+    shutil.copytree(right, directory)
+    config = json.loads((directory / "config.json").read_text())
+    config["quantization_config"] |= {"checkpoint_format": "gptq", "format": "gptq"}
+    (directory / "config.json").write_text(json.dumps(config))
+    model = load_quantized(built(directory), directory, settings={"checkpoint_format": "gptq_v2"})
+    weights_are_the_tools_own(right.name, model)
+    with pytest.raises(AssertionError):
+        weights_are_the_tools_own(right.name, load_quantized(built(directory), directory))
+
+
+@needs_fixtures
+@pytest.mark.parametrize("name", ["gptq_v1_sym_g64_descact", "ct_nvfp4", "ms_w8a8_bf16"])
+@pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
+def test_models_of_16_bits(name, kind):
+    directory = FIXTURES / name
+    model = load_quantized(built(directory), directory, dtype=kind)
+    with torch.inference_mode():
+        assert model(torch.arange(5)[None]).logits.dtype == kind
+    weights_are_the_tools_own(name, model)
+    outputs_are_within_their_bounds(model, quantized(model))
