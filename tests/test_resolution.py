@@ -145,6 +145,27 @@ def test_one_group_is_spelled_in_two_ways():
     assert plans[0].choices[X].params == plans[1].choices[X].params
 
 
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_a_last_group_may_be_short(symmetric):
+    weight, stored = made_gptq(group=96, symmetric=symmetric)  # of 128 inputs
+    plan = planned("gptq", gptq_config(group=96, symmetric=symmetric), stored)
+    assert np.array_equal(decoded(plan, stored), weight) and "groups in order" in plan.choices[X].why
+    weight, stored = made_ct(group=96, symmetric=symmetric)
+    config = ct_config("pack-quantized", ct_weights(group=96, symmetric=symmetric))
+    assert np.array_equal(decoded(planned("compressed-tensors", config, stored), stored), weight)
+
+
+@pytest.mark.parametrize("block", [48, 128, 256])
+def test_last_blocks_may_be_short(block):
+    rng = np.random.default_rng(5)
+    q = torch.from_numpy(rng.normal(0, 50, (N, K)).astype(np.float32)).to(torch.float8_e4m3fn)
+    s = torch.from_numpy(2.0 ** rng.integers(-9, -5, (-(-N // block), -(-K // block)))).float()
+    stored = {f"{X}.weight": q, f"{X}.weight_scale_inv": s}
+    wide = s.double().repeat_interleave(block, 0)[:N].repeat_interleave(block, 1)[:, :K]
+    plan = planned("fp8", {"weight_block_size": [block, block]}, stored)
+    assert np.array_equal(decoded(plan, stored), (q.double() * wide).numpy())
+
+
 def test_an_index_out_of_order_counts_whatever_desc_act_says():
     index = np.random.default_rng(1).permutation(np.arange(K) // 32)
     weight, stored = made_gptq(index=index, symmetric=False)
