@@ -218,8 +218,10 @@ def _unplaced(
         if not isinstance(tensor, nn.Parameter) and any(p.search(name) for p in optional):
             del dense[name]
             continue
-        quantized = [other for other in files.headers if other.startswith(name.rsplit(".", 1)[0] + ".")]
+        quantized = [other for other in files if other.startswith(name.rsplit(".", 1)[0] + ".")]
         beside = f" (only {some(quantized)})" if quantized else ""
+        if under := next((other for other in files if other.endswith(f".{source}")), None):
+            beside = f" (but `{under}` is: the model's names lack a prefix, or it is a part of the one that was stored)"
         missing.append(f"`{source}` is in no file{beside}, and the model needs it")
     aliases = _aliases(model)
     for name in files:

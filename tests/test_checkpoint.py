@@ -332,6 +332,18 @@ def test_a_missing_dense_tensor_is_named(writable, name):
     refused(built(), save(), f"`{name}` is in no file")
 
 
+def test_names_with_a_prefix_are_told(writable):
+    _, tensors, save = writable
+    for name in list(tensors):
+        tensors[f"language_model.{name}"] = tensors.pop(name)
+    stored = "language_model.model.embed_tokens.weight"
+    refused(
+        built(),
+        save(),
+        f"`model.embed_tokens.weight` is in no file (but `{stored}` is: the model's names lack a prefix",
+    )
+
+
 def test_everything_wrong_is_listed_at_once(writable):
     _, tensors, save = writable
     del tensors[f"{DOWN}.scales"]
