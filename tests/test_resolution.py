@@ -641,6 +641,9 @@ def test_modelslim_sums_scaled_by_a_float_or_its_bits(kind):
     assert choice.bias and choice.layout == ("modelslim" if kind == torch.float32 else "modelslim_f16")
     mixed = planned("modelslim", described("W8A8_MIX", stored), stored)
     assert mixed.choices[X].scheme == "w8a8_mix" and f"{X}.quant_bias" in mixed.choices[X].unread
+    for part in ("input_scale", "input_offset", "quant_bias", "deq_scale"):
+        less = {name: t for name, t in stored.items() if name != f"{X}.{part}"}
+        refused(planned("modelslim", described("W8A8_MIX", stored), less), f"`{X}.{part}` is missing")
 
 
 def test_descriptions_with_defects():

@@ -54,7 +54,7 @@ def _choose(
     group = config.get("group_size") or 0
     chosen = _TYPES[kind](module.n, module.k, own, numbers, group if isinstance(group, int) else 0)
     if isinstance(chosen, str):
-        found.problems.append(f"`{name}` is {kind}: {chosen}")
+        found.problems.append(f"`{name}` is {kind}: {chosen.replace('`', f'`{name}.', 1)}")
         return
     scheme, params, layout, unread = chosen
     for part in unread:
@@ -74,9 +74,14 @@ def _choose(
 
 
 # ---- types -------------------------------------------------------------------------------------------------------
+# (scheme, parameters, layout, parts that say nothing more), or what is wrong, the name of the part first.
 Chosen = tuple[str, dict[str, Any], str, tuple[str, ...]] | str
 Numbers = Callable[[str], torch.Tensor]
 Own = Mapping[str, torch.Tensor]
+
+
+def _missing(part: str) -> str:
+    return f"`{part}` is missing"
 
 
 def _w8a8(n: int, k: int, own: Own, numbers: Numbers, group: int) -> Chosen:
@@ -87,9 +92,11 @@ def _w8a8(n: int, k: int, own: Own, numbers: Numbers, group: int) -> Chosen:
 
 
 def _w8a8_mix(n: int, k: int, own: Own, numbers: Numbers, group: int) -> Chosen:
-    missing = [part for part in ("deq_scale", "quant_bias") if part not in own]
+    """Both phases' tensors must be there, whichever is asked for."""
+    both = ("weight_scale", "input_scale", "input_offset", "deq_scale", "quant_bias")
+    missing = [part for part in both if part not in own]
     if missing:
-        return f"{missing[0]} is missing"
+        return _missing(missing[0])
     return "w8a8_mix", {}, "modelslim", ("weight_offset", "deq_scale", "quant_bias")
 
 
@@ -101,10 +108,10 @@ def _w8a16(n: int, k: int, own: Own, numbers: Numbers, group: int) -> Chosen:
     scale, offset = own.get("weight_scale"), own.get("weight_offset")
     grouped = scale is not None and scale.dim() == 2 and scale.shape[1] > 1
     if grouped and group < 1:
-        return f"its weight_scale is {list(scale.shape)}, and the description has no group_size"
+        return f"`weight_scale` is {list(scale.shape)}, and the description has no group_size"
     size = group if grouped else "k"
     if offset is None:
-        return "weight_offset is missing"
+        return _missing("weight_offset")
     if bool((numbers("weight_offset") != 0).any()):
         return "w8a16_asym", {"group": size, "zero_type": "f32"}, "modelslim", ()
     if grouped:
@@ -120,7 +127,7 @@ def _w4a8(n: int, k: int, own: Own, numbers: Numbers, group: int) -> Chosen:
             return "w4a8_group", {"group": group or 256}, "modelslim", unread
         return "w4a8_dynamic", {}, "compressed_tensors", unread
     if "scale_bias" not in own:
-        return "scale_bias is missing"
+        return _missing("scale_bias")
     return "w4a8_dynamic", {}, "modelslim", unread
 
 
