@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from qdsl import reference
@@ -65,7 +66,7 @@ def _floats(name: str, scheme: str, header: torch.Tensor) -> Made:
     def make(own: Mapping[str, torch.Tensor]) -> torch.Tensor:
         loaded = resolved(scheme, {}, None)
         given = {t.name: decoded(scheme, {}, "gguf", t.name, {"weight": own[name]}, n, k) for t in loaded.weight.loaded}
-        return torch.from_numpy(reference.decode_weight(loaded, given, n, k)).float()
+        return torch.from_numpy(reference.decode_weight(loaded, given, n, k).astype(np.float32))
 
     return Made(torch.empty((n, k), dtype=torch.float32, device="meta"), (name,), make)
 
