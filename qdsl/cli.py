@@ -90,6 +90,10 @@ def _parser() -> argparse.ArgumentParser:
     _param_argument(p)
     p.add_argument("--json", action="store_true", help="print an artifact's manifest")
 
+    p = command("inspect", _inspect, "show what a checkpoint holds, module by module, without loading it")
+    p.add_argument("checkpoint", type=Path, metavar="CKPT", help="a directory with config and safetensors")
+    p.add_argument("--json", action="store_true", help="print the table as JSON")
+
     p = command("verify", _verify, "run compiled kernels against the float64 reference")
     p.add_argument("schemes", nargs="+", metavar="SCHEME", help="a .q file or a shipped scheme's name")
     _param_argument(p)
@@ -302,6 +306,14 @@ def _show(args: argparse.Namespace) -> int:
         return 0
     print(_describe(qdsl.load(args.scheme, **dict(args.params))))
     return 0
+
+
+def _inspect(args: argparse.Namespace) -> int:
+    from qdsl.runtime.inspection import inspect
+
+    found = inspect(args.checkpoint)
+    print(found.to_json() if args.json else found)
+    return 1 if found.problems else 0
 
 
 def _describe(scheme: qdsl.Scheme) -> str:

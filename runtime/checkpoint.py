@@ -7,203 +7,153 @@ of them exist does the model change.
 
 from __future__ import annotations
 
-import json
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import safetensors
 import torch
 from torch import nn
 
-from qdsl.diagnostic import CheckpointError, Error, closest
-from qdsl.runtime.checkpoints import FORMATS, Choice, Module, unnamed
+from qdsl.diagnostic import CheckpointError, Error
+from qdsl.runtime.checkpoints import FORMATS, Choice, Module, Plan
 from qdsl.runtime.linear import QuantLinear
+from qdsl.runtime.resolve import check_layer, misfits, resolved
+from qdsl.runtime.stored import Stored, opened, some
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
-_DTYPES = {
-    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
-    "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
-    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
-}  # fmt: skip
 # Stored by some tools, derived by every model that uses them.
 _DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+_EXPERTS = re.compile(r"\.experts\.")
+_LISTED = 8  # parameters that are in no file, of which each has a line
 
 
 def load_quantized(
     model: nn.Module, directory: str | Path, *, device: torch.device | str | None = None,
-    dtype: torch.dtype | None = None, compile: str = "auto", batch_invariant: bool = False,
+    dtype: torch.dtype | None = None, compile: str = "auto", batch_invariant: bool = False, phase: str = "",
+    settings: Mapping[str, Any] | None = None,
 ) -> nn.Module:  # fmt: skip
     """Load a quantized checkpoint into a model of its architecture; returns the model.
 
     model      such as AutoModelForCausalLM.from_config(config); its weights are replaced, so they may be on "meta"
-    directory  config and safetensors as the quantizing tool wrote them
+    directory  config and safetensors as the quantizing tool wrote them, or a GGUF file
     device     where to put the model; by default each parameter stays where it is (meta ones go to the CPU)
     dtype      type of activations and dense weights; by default the model's own
     compile    as for QuantLinear, and so is `batch_invariant`
+    phase      the role of this copy of the model, such as "prefill" or "decode", for layers whose scheme has phases
+    settings   in place of those that the checkpoint has, where it is labelled wrong: {"checkpoint_format": "gptq_v2"}
 
     Linears that the checkpoint stores quantized become `QuantLinear`s, every other parameter is loaded as it is.  A tied
     head stays tied unless the checkpoint stores it quantized.  Raises CheckpointError, listing all that is wrong and
     naming file and tensor, before the model changes.
     """
     directory = Path(directory)
-    config, source = read_config(directory)
-    method = _method(config, source)
-    files = StoredTensors(directory)
-    modules = {name: _module(m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    plan = FORMATS[method](config, modules, files.headers)
-    for notice in plan.notices:
+    found = examine(model, directory, phase, settings)
+    for notice in found.notices:
         warnings.warn(f"{directory}: {notice}", stacklevel=2)
-    problems = [f"{source}: {problem}" for problem in plan.problems]
-    if problems and not plan.choices:  # not a format we read: that its tensors have no place says nothing more
-        raise CheckpointError(f"{directory} can't be loaded:\n" + "\n".join(f"- {problem}" for problem in problems))
-    dense = _dense(model, plan.choices, files.headers)
-    taken = {name for choice in plan.choices.values() for name in choice.tensors} | {
-        source for _, source in dense.values()
-    }
-    problems += _check_dense(dense, files) + _unplaced(model, files, taken, dense)
-    if not problems:  # a layer is only checked once its format is known to be understood
-        layers = {}
-        for name, choice in plan.choices.items():
-            layers[name], found = _layer(model, name, choice, files, device, dtype, compile, batch_invariant)
-            problems += found
+    problems, layers = [*found.problems, *_without_memory(model, found.dense)], {}
+    choices, files = found.plan.choices, found.files
+    for name, choice in () if problems else choices.items():
+        options = {"compile": compile, "batch_invariant": batch_invariant, "phase": _phase(choice, phase)}
+        try:
+            layers[name] = _layer(model.get_submodule(name), choice, device, dtype, options)
+        except (Error, TypeError) as problem:
+            problems.append(f"{name}: {problem}")
     if problems:
         raise CheckpointError(f"{directory} can't be loaded:\n" + "\n".join(f"- {problem}" for problem in problems))
-    for name in _progress(plan.choices, "loading quantized layers"):
-        _fill(layers[name], name, plan.choices[name], files)
-    values = {key: files[source] for key, (_, source) in dense.items()}
-    _install(model, layers, dense, values, device, dtype)
+    for name in _progress(choices, "loading quantized layers"):
+        _fill(layers[name], name, choices[name], files)
+    values = {key: _floats(source, found) for key, (_, source) in found.dense.items()}
+    _install(model, layers, found.dense, values, device, dtype)
     return model
 
 
-# ---- the configuration -------------------------------------------------------------------------------------------
-def read_config(directory: Path) -> tuple[dict[str, Any], str]:
-    """(quantization settings, the file they are in); the first place that has them counts."""
-    if not directory.is_dir():
-        raise CheckpointError(f"{directory}: no such checkpoint directory")
-    main = _json(directory / "config.json")
-    for found in (
-        main.get("quantization_config"),
-        (main.get("text_config") or {}).get("quantization_config"),
-        main.get("compression_config"),
-    ):
-        if found:
-            return dict(found), "config.json"
-    for name in ("quantize_config.json", "quant_config.json"):
-        if found := _json(directory / name):
-            return dict(found), name
-    raise CheckpointError(
-        f"{directory}: no quantization settings in config.json (quantization_config, compression_config), "
-        "quantize_config.json or quant_config.json; is this a quantized checkpoint?"
-    )
+# ---- what a checkpoint holds for a model -------------------------------------------------------------------------
+@dataclass(frozen=True)
+class Examination:
+    """What a checkpoint holds for a model, as its settings and its headers say.
 
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as problem:
-        raise CheckpointError(f"{path}: not readable as JSON ({problem})") from None
-    if not isinstance(found, dict):
-        raise CheckpointError(f"{path}: not a JSON object")
-    return found
-
-
-def _method(config: Mapping[str, Any], source: str) -> str:
-    """The format's name, stated or told by its words."""
-    stated = config.get("quant_method")
-    if stated is None and (told := unnamed(config, source)):
-        return told
-    method = str(stated or "").lower()
-    if method not in FORMATS:
-        hint = f"; did you mean `{match}`?" if (match := closest(method, FORMATS)) else ""
-        named = f"quant_method `{stated}`" if stated else "a configuration without quant_method"
-        raise CheckpointError(f"{source}: {named} is not supported{hint} (supported: {', '.join(FORMATS)})")
-    return method
-
-
-# ---- the files ---------------------------------------------------------------------------------------------------
-class StoredTensors(Mapping[str, torch.Tensor]):
-    """The tensors of a checkpoint's safetensors files, read one by one when asked for.
-
-    headers   name -> tensor on the meta device, for shape and type
-    file      name -> the file it lies in
+    method    the format's name; `source` the file of its settings
+    plan      what its format makes of the quantized modules
+    dense     every parameter and persistent buffer that stays: its first name -> (the tensor, the stored one's name)
+    problems  that forbid loading, each with the file it is about before it
+    notices   for the user
     """
 
-    def __init__(self, directory: Path):
-        self.headers: dict[str, torch.Tensor] = {}
-        self.file: dict[str, Path] = {}
-        self._opened: dict[Path, Any] = {}
-        promised = _weight_map(directory)
-        problems = []
-        for path in sorted(set(promised.values())) if promised else [_single(directory)]:
-            problems += self._scan(path)
-        missing = [name for name in promised if name not in self.headers]
-        if missing and not problems:
-            problems.append(f"{directory / INDEX} promises {_some(missing)}, which no file holds")
-        if problems:
-            raise CheckpointError("\n".join(problems))
-
-    def _scan(self, path: Path) -> list[str]:
-        """Read one header."""
-        if not path.is_file():
-            return [f"{path}: the index names this file, but it is missing"]
-        try:
-            with safetensors.safe_open(path, "pt") as opened:
-                for name in opened.keys():  # noqa: SIM118  (a file handle, not a dictionary)
-                    part = opened.get_slice(name)
-                    kind = getattr(torch, _DTYPES.get(part.get_dtype(), ""), None)
-                    if kind is None:
-                        return [f"{path}: `{name}` has type {part.get_dtype()}, which torch {torch.__version__} lacks"]
-                    if name in self.file:
-                        return [f"{path}: `{name}` is also in {self.file[name].name}"]
-                    self.headers[name] = torch.empty(part.get_shape(), dtype=kind, device="meta")
-                    self.file[name] = path
-        except (safetensors.SafetensorError, OSError) as problem:
-            return [f"{path}: truncated or damaged ({problem})"]
-        return []
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        path = self.file[name]
-        try:
-            if path not in self._opened:
-                self._opened[path] = safetensors.safe_open(path, "pt")
-            return self._opened[path].get_tensor(name)
-        except (safetensors.SafetensorError, OSError) as problem:
-            raise CheckpointError(f"{path}: `{name}` can't be read ({problem})") from None
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.headers)
-
-    def __len__(self) -> int:
-        return len(self.headers)
+    method: str
+    source: str
+    plan: Plan
+    files: Stored
+    dense: dict[str, tuple[torch.Tensor, str]]
+    problems: list[str]
+    notices: list[str]
 
 
-def _weight_map(directory: Path) -> dict[str, Path]:
-    """Tensor name -> file, as the index says; empty without an index."""
-    found = _json(directory / INDEX).get("weight_map", {})
-    return {name: directory / file for name, file in found.items()}
+def examine(
+    model: nn.Module, directory: Path, phase: str = "", settings: Mapping[str, Any] | None = None
+) -> Examination:
+    """Match a checkpoint with a model, whose parameters may be on the meta device; makes no layer and reads no weights.
+
+    Raises CheckpointError where files or settings can't be read at all.
+    """
+    config, source, method, files = opened(directory, settings or {})
+    modules = {name: _module(m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    try:
+        plan = FORMATS[method](config, modules, files.headers, files.__getitem__)
+    except CheckpointError as problem:  # a setting of the wrong type, or a file that can't be read after all
+        raise CheckpointError(f"{directory} can't be loaded:\n- {source}: {problem}") from None
+    problems = [_placed(problem, source, files) for problem in plan.problems]
+    dense = _dense(model, plan.choices, files.headers)
+    if (
+        not problems or plan.choices
+    ):  # of a format that we do not read, that its tensors have no place says nothing more
+        refused = _refused(plan, modules)
+        dense = {name: entry for name, entry in dense.items() if not name.startswith(refused)}
+        taken = {name for choice in plan.choices.values() for name in (*choice.tensors, *choice.unread)}
+        taken |= plan.skipped | {source for _, source in dense.values()}
+        taken |= {name for name in files if name.startswith(refused)}
+        problems += _check_dense(
+            dense, {**files.headers, **{name: made.header for name, made in plan.dense.items()}}, files
+        ) + _unplaced(model, files, taken, dense)
+        for name, choice in plan.choices.items():
+            problems += [
+                f"{_where(choice, files)}: {name}: {p}" for p in _misfits(name, modules[name], choice, files, phase)
+            ]
+    if phase and not any(resolved(c.scheme, c.params, None).phases for c in plan.choices.values()):
+        problems.append(f"no layer of it has phases, and phase = {phase!r} was asked for")
+    return Examination(method, source, plan, files, dense, problems, _notices(plan))
 
 
-def _single(directory: Path) -> Path:
-    """The one weights file of a checkpoint without an index."""
-    if (path := directory / SINGLE).is_file():
-        return path
-    found = sorted(directory.glob("*.safetensors"))
-    if len(found) == 1:
-        return found[0]
-    what = (
-        f"several safetensors files ({', '.join(f.name for f in found)}) and no {INDEX}" if found else "no safetensors"
+def _notices(plan: Plan) -> list[str]:
+    if not plan.contradictions:
+        return plan.notices
+    more = len(plan.contradictions) - 8
+    together = "; ".join([*plan.contradictions[:8], *([f"and {more} more"] if more > 0 else [])])
+    return [*plan.notices, f"configuration and tensors disagree, and the tensors count: {together}"]
+
+
+def _refused(plan: Plan, modules: Iterable[str]) -> tuple[str, ...]:
+    """Prefixes of the tensors of modules for which the plan's problems say why they can't be read."""
+    named = {name for problem in plan.problems for name in re.findall(r"`([^`]+)`", problem)}
+    return tuple(
+        f"{name}."
+        for name in modules
+        if name not in plan.choices and any(other == name or other.startswith(f"{name}.") for other in named)
     )
-    hint = "; pickled weights (.bin, .pt) are not read, convert them first" if any(directory.glob("*.bin")) else ""
-    raise CheckpointError(f"{directory}: {what}{hint}")
 
 
-# ---- the plan against model and files ----------------------------------------------------------------------------
+def _placed(problem: str, source: str, files: Stored) -> str:
+    """A problem with the files it is about before it: those of the tensors it names, or of what is stored beside them, or
+    else the configuration's."""
+    about: set[str] = set()
+    for name in re.findall(r"`([^`]+)`", problem):
+        beside = (f"{name}.", f"{name.rpartition('.')[0] or name}.")
+        stored = [name] if name in files else [other for other in files if other.startswith(beside)]
+        about |= {files.file[other].name for other in stored}
+    return f"{', '.join(sorted(about)) or source}: {problem}"
+
+
 def _module(linear: nn.Linear) -> Module:
     return Module(linear.out_features, linear.in_features, linear.bias is not None)
 
@@ -229,10 +179,18 @@ def _dense(
     }
 
 
-def _check_dense(dense: Mapping[str, tuple[torch.Tensor, str]], files: StoredTensors) -> list[str]:
+def _floats(source: str, found: Examination) -> torch.Tensor:
+    """A stored tensor as the model holds it."""
+    made = found.plan.dense.get(source)
+    return found.files[source] if made is None else made.make({name: found.files[name] for name in made.sources})
+
+
+def _check_dense(
+    dense: Mapping[str, tuple[torch.Tensor, str]], headers: Mapping[str, torch.Tensor], files: Stored
+) -> list[str]:
     problems = []
     for tensor, source in dense.values():
-        header = files.headers.get(source)
+        header = headers.get(source)
         if header is None:
             continue
         if header.shape != tensor.shape:
@@ -245,7 +203,7 @@ def _check_dense(dense: Mapping[str, tuple[torch.Tensor, str]], files: StoredTen
 
 
 def _unplaced(
-    model: nn.Module, files: StoredTensors, taken: set[str], dense: dict[str, tuple[torch.Tensor, str]]
+    model: nn.Module, files: Stored, taken: set[str], dense: dict[str, tuple[torch.Tensor, str]]
 ) -> list[str]:
     """Tensors without a place and parameters without a tensor; drops from `dense` what the model says may be absent.
 
@@ -253,16 +211,18 @@ def _unplaced(
     """
     optional = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_missing", None) or ()]
     surplus = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
-    problems = []
-    for name, (_, source) in list(dense.items()):
+    missing, problems, astray = [], [], {}
+    for name, (tensor, source) in list(dense.items()):
         if source in files:
             continue
-        if any(p.search(name) for p in optional):
+        if not isinstance(tensor, nn.Parameter) and any(p.search(name) for p in optional):
             del dense[name]
             continue
-        quantized = [other for other in files.headers if other.startswith(name.rsplit(".", 1)[0] + ".")]
-        beside = f" (only {_some(quantized)})" if quantized else ""
-        problems.append(f"`{source}` is in no file{beside}, and the model needs it")
+        quantized = [other for other in files if other.startswith(name.rsplit(".", 1)[0] + ".")]
+        beside = f" (only {some(quantized)})" if quantized else ""
+        if under := next((other for other in files if other.endswith(f".{source}")), None):
+            beside = f" (but `{under}` is: the model's names lack a prefix, or it is a part of the one that was stored)"
+        missing.append(f"`{source}` is in no file{beside}, and the model needs it")
     aliases = _aliases(model)
     for name in files:
         if name in taken or _DERIVED.search(name) or any(p.search(name) for p in surplus):
@@ -272,14 +232,24 @@ def _unplaced(
             if tied is not None and not torch.equal(files[name], files[tied]):
                 problems.append(f"{files.file[name].name}: `{name}` differs from `{tied}`, to which the model ties it")
             continue
-        problems.append(f"{files.file[name].name}: `{name}` has no place in the model")
+        astray.setdefault(files.file[name].name, []).append(name)
+    if len(missing) > _LISTED:
+        missing[_LISTED:] = [f"{len(missing) - _LISTED} more that the model needs are in no file"]
+    for file, names in astray.items():
+        stacks = "; stacks of experts are not loaded yet" if any(_EXPERTS.search(name) for name in names) else ""
+        problems.append(f"{file}: {some(names)} {'has' if len(names) == 1 else 'have'} no place in the model{stacks}")
+    return missing + problems
+
+
+def _without_memory(model: nn.Module, dense: Mapping[str, tuple[torch.Tensor, str]]) -> list[str]:
+    """Buffers on the meta device that nothing will fill."""
     meta = [name for name, buffer in model.named_buffers() if buffer.is_meta and name not in dense]
-    if meta:
-        problems.append(
-            f"the model's {_some(meta)} on the meta device come from no checkpoint; build it with real buffers "
-            "(accelerate's init_empty_weights keeps them), or on the CPU"
-        )
-    return problems
+    if not meta:
+        return []
+    return [
+        f"the model's {some(meta)} on the meta device come from no checkpoint; build it with real buffers "
+        "(accelerate's init_empty_weights keeps them), or on the CPU"
+    ]
 
 
 def _aliases(model: nn.Module) -> dict[str, str]:
@@ -290,57 +260,72 @@ def _aliases(model: nn.Module) -> dict[str, str]:
     return {name: known[0] for known in names.values() if len(known) > 1 for name in known[1:]}
 
 
-def _some(names: Iterable[str], count: int = 4) -> str:
-    names = list(names)
-    more = f" and {len(names) - count} more" if len(names) > count else ""
-    return ", ".join(f"`{name}`" for name in names[:count]) + more
+def _misfits(name: str, module: Module, choice: Choice, files: Stored, phase: str) -> list[str]:
+    """What keeps a module's tensors from being read as its choice says."""
+    try:
+        scheme, role = resolved(choice.scheme, choice.params, None), _phase(choice, phase)
+        check_layer(scheme, module.n, module.k, choice.bias, role)
+    except Error as problem:
+        return [str(problem)]
+    storage = scheme.layouts[choice.layout]
+    others = {**choice.given, **{short: made.header for short, made in choice.made.items()}}
+    headers = _Renamed(files.headers, name, choice, others)
+    found = misfits(scheme, storage, module.n, module.k, choice.bias, role, headers, f"{name}.")
+    read = {b.source for b in storage.bindings} | {s for made in choice.made.values() for s in made.sources}
+    surplus = [
+        f"`{full}` is stored, but a module of {choice.why or choice.scheme} has no such tensor"
+        for full, short in choice.tensors.items()
+        if short not in read
+    ]
+    return [*map(str, found), *surplus]
+
+
+def _where(choice: Choice, files: Stored) -> str:
+    """The files that hold a module."""
+    return ", ".join(sorted({files.file[stored].name for stored in choice.tensors if stored in files.file}))
 
 
 # ---- layers ------------------------------------------------------------------------------------------------------
-def _layer(
-    model: nn.Module,
-    name: str,
-    choice: Choice,
-    files: StoredTensors,
-    device,
-    dtype,
-    compile: str,
-    batch_invariant: bool,
-) -> tuple[QuantLinear | None, list[str]]:
-    """An empty layer for a module, and what keeps the files from filling it."""
-    old = model.get_submodule(name)
+def _layer(old: nn.Module, choice: Choice, device, dtype, options: Mapping[str, Any]) -> QuantLinear:
+    """An empty layer for a module; raises what the layer's constructor does."""
     assert isinstance(old, nn.Linear), "plans name linears of the model"
     place = torch.device(device) if device is not None else old.weight.device
-    try:
-        layer = QuantLinear(
-            choice.scheme, old.in_features, old.out_features, choice.bias, "cpu" if place.type == "meta" else place,
-            dtype or old.weight.dtype, compile=compile, batch_invariant=batch_invariant, **choice.params,
-        )  # fmt: skip
-    except (Error, TypeError) as problem:
-        return None, [f"{name}: {problem}"]
-    found = layer.mismatches(_Renamed(files.headers, name, choice), f"{name}.", choice.layout)
-    where = {files.file[stored].name for stored in choice.tensors if stored in files.file}
-    return layer, [f"{', '.join(sorted(where))}: {name}: {problem}" for problem in found]
+    return QuantLinear(
+        choice.scheme, old.in_features, old.out_features, choice.bias, "cpu" if place.type == "meta" else place,
+        dtype or old.weight.dtype, **options, **choice.params,
+    )  # fmt: skip
 
 
-def _fill(layer: QuantLinear, name: str, choice: Choice, files: StoredTensors) -> None:
+def _phase(choice: Choice, phase: str) -> str:
+    return phase if resolved(choice.scheme, choice.params, None).phases else ""
+
+
+def _fill(layer: QuantLinear, name: str, choice: Choice, files: Stored) -> None:
     try:
-        layer.load(_Renamed(files, name, choice), f"{name}.", choice.layout)
-    except CheckpointError as problem:
-        raise CheckpointError(f"{name}: {problem}") from None
+        stored = _Renamed(files, name, replace(choice, leading={}), {})
+        own = {full.removeprefix(f"{name}."): stored[full] for full in stored} if choice.made else {}
+        made = {short: made.make(own) for short, made in choice.made.items()}
+        layer.load(_Renamed(files, name, choice, {**choice.given, **made}), f"{name}.", choice.layout)
+    except (CheckpointError, ValueError) as problem:
+        raise CheckpointError(f"{_where(choice, files)}: {name}: {problem}") from None
 
 
 class _Renamed(Mapping[str, torch.Tensor]):
-    """A module's tensors under the names its layout uses, each cut to its meaningful part."""
+    """A module's tensors under the names its layout uses, each cut to its meaningful part.
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], module: str, choice: Choice):
+    others   those that no file holds as the layout wants them, by their names within the module
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], module: str, choice: Choice, others: Mapping[str, torch.Tensor]
+    ):
         self.tensors, self.choice = tensors, choice
         self.stored = {f"{module}.{short}": stored for stored, short in choice.tensors.items()}
-        self.given = {f"{module}.{short}": tensor for short, tensor in choice.given.items()}
+        self.others = {f"{module}.{short}": tensor for short, tensor in others.items()}
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        if name in self.given:
-            return self.given[name]
+        if name in self.others:
+            return self.others[name]
         stored = self.stored[name]
         tensor = self.tensors[stored]
         for at, size in enumerate(self.choice.leading.get(self.choice.tensors[stored], ())):
@@ -348,10 +333,10 @@ class _Renamed(Mapping[str, torch.Tensor]):
         return tensor
 
     def __iter__(self) -> Iterator[str]:
-        return iter([*self.stored, *self.given])
+        return iter({**self.stored, **self.others})
 
     def __len__(self) -> int:
-        return len(self.stored) + len(self.given)
+        return len({**self.stored, **self.others})
 
 
 def _install(

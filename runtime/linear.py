@@ -44,15 +44,17 @@ from qdsl.runtime.resolve import (
     check_codes,
     check_layer,
     check_rows_stand_alone,
+    follows,
     free_extents,
     free_names,
     kept_tensors,
+    misfits,
     parsed,
     resolved,
     with_dtype,
 )
 from qdsl.runtime.state import Tag, tag
-from qdsl.scheme import Binding, Scheme, Storage, Tensor, shape_error
+from qdsl.scheme import Binding, Scheme, Storage, Tensor
 
 _EXTRA = "_extra_state"  # torch's name for what get_extra_state returns
 
@@ -195,9 +197,7 @@ class QuantLinear(nn.Module):
         return register(artifact, device, scheme, self.batch_invariant, scheme.phase_of(self.phase))
 
     def _follows(self, declared: Tensor) -> bool:
-        """Whether a tensor has the type of the activations, so that its own values must outlive a change of that."""
-        output = self.scheme.output
-        return "act" in self.scheme.params and declared in output.tensors and declared.dtype == output.dtype
+        return follows(self.scheme, declared)
 
     def _home(self, name: str, kernel: Kernel, held: Buffer | None) -> Buffer:
         """What a registered buffer holds: the kernel's layout, or its own plain values if it follows the activations."""
@@ -438,38 +438,8 @@ class QuantLinear(nn.Module):
         self, tensors: Mapping[str, torch.Tensor], prefix: str = "", layout: str | None = None
     ) -> list[Diagnostic]:
         """What keeps `load` from reading these tensors, by shape and type alone (they may be on the meta device)."""
-        storage, wanted, problems = self._storage(layout), dict(self._wanted), []
-        for binding in storage.bindings:
-            name, declared = prefix + binding.source, self.scheme.tensor(binding.tensor)
-            if name not in tensors:
-                continue
-            found = tensors[name]
-            if declared.optional and declared.name not in wanted and (found.is_meta or bool((found != 0).any())):
-                message = f"checkpoint tensor `{name}` is there, but the layer was made without `{declared.name}`"
-                problems.append(error("unused-tensor", message, binding.span, fix="construct it with bias=True"))
-            elif declared.name in wanted and self._follows(declared) and repack.format_of(found.dtype):
-                del wanted[declared.name]  # any float will do, it is kept as it is; only the shape matters
-                needed = binding.layout.stored_shape(self._shape(declared.name))
-                if tuple(found.shape) != tuple(needed):
-                    sizes = self.out_features, self.in_features
-                    problems.append(shape_error(binding, name, found.shape, needed, *sizes))
-        problems = [*repack.mismatches(self.scheme, storage, tensors, prefix, self._sizes, wanted), *problems]
-        return problems or self._free_mismatches(storage, tensors, prefix)
-
-    def _free_mismatches(self, storage: Storage, tensors: Mapping[str, torch.Tensor], prefix: str) -> list[Diagnostic]:
-        """What is wrong with the extents that tensors decide, each of which is well by itself."""
-        if not self._free:
-            return []
-        bound = [b for b in storage.bindings if b.tensor in self._wanted and prefix + b.source in tensors]
-        shapes = {
-            b.tensor: repack.logical_shape(self.scheme, b, self._sizes, tensors[prefix + b.source]) for b in bound
-        }
-        try:
-            self._free_extents(shapes)
-        except CheckpointError as problem:
-            about = next(t for t in self._wanted.values() if free_names({t.name: t}))
-            return [error("shape", str(problem), about.span, f"with k = {self.in_features}")]
-        return []
+        n, k = self.out_features, self.in_features
+        return misfits(self.scheme, self._storage(layout), n, k, self._has_bias, self.phase, tensors, prefix)
 
     def _read(
         self, storage: Storage, binding: Binding, tensors: Mapping[str, torch.Tensor], prefix: str

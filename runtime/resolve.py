@@ -12,12 +12,12 @@ import torch
 
 import qdsl
 from qdsl import transform
-from qdsl.diagnostic import Error, SchemeError
+from qdsl.diagnostic import Diagnostic, Error, SchemeError, error
 from qdsl.dtype import DType
 from qdsl.expr import Expr, Item, Ref, walk
 from qdsl.manifest import plain_params
 from qdsl.runtime import repack
-from qdsl.scheme import Free, Scheme, Tensor, Var
+from qdsl.scheme import Free, Scheme, Storage, Tensor, Var, shape_error
 
 
 @functools.lru_cache(maxsize=256)
@@ -138,6 +138,56 @@ def free_extents(scheme: Scheme, phase: str, shapes: Mapping[str, Sequence[int]]
         logical = {name: scheme.tensor(name).shape(sizes, scheme) for name in transform.loaded(t)}
         transform.extents(t, {"x": (1, k), **logical})
     return found
+
+
+def follows(scheme: Scheme, declared: Tensor) -> bool:
+    """Whether a tensor has the type of the activations, so that its own values must outlive a change of that."""
+    output = scheme.output
+    return "act" in scheme.params and declared in output.tensors and declared.dtype == output.dtype
+
+
+def misfits(
+    scheme: Scheme, storage: Storage, n: int, k: int, bias: bool, phase: str, tensors: Mapping[str, torch.Tensor],
+    prefix: str,
+) -> list[Diagnostic]:  # fmt: skip
+    """What keeps a layer of n outputs and k inputs from reading these tensors, by shape and type alone (they may be on
+    the meta device)."""
+    sizes, problems = {"e": 1, "m": 1, "n": n, "k": k}, []
+    kept = kept_tensors(scheme, bias, phase)
+    wanted = dict(kept)
+    for binding in storage.bindings:
+        name, declared = prefix + binding.source, scheme.tensor(binding.tensor)
+        if name not in tensors:
+            continue
+        found = tensors[name]
+        if declared.optional and declared.name not in kept and (found.is_meta or bool((found != 0).any())):
+            message = f"checkpoint tensor `{name}` is there, but the layer was made without `{declared.name}`"
+            problems.append(error("unused-tensor", message, binding.span, fix="construct it with bias=True"))
+        elif declared.name in wanted and follows(scheme, declared) and repack.format_of(found.dtype):
+            del wanted[declared.name]  # any float will do, it is kept as it is; only the shape matters
+            needed = binding.layout.stored_shape(declared.shape(sizes, scheme))
+            if tuple(found.shape) != tuple(needed):
+                problems.append(shape_error(binding, name, found.shape, needed, n, k))
+    problems = [*repack.mismatches(scheme, storage, tensors, prefix, sizes, wanted), *problems]
+    return problems or _free_misfits(scheme, storage, n, k, kept, phase, tensors, prefix)
+
+
+def _free_misfits(
+    scheme: Scheme, storage: Storage, n: int, k: int, kept: Mapping[str, Tensor], phase: str,
+    tensors: Mapping[str, torch.Tensor], prefix: str,
+) -> list[Diagnostic]:  # fmt: skip
+    """What is wrong with the extents that tensors decide, each of which is well by itself."""
+    if not free_names(kept):
+        return []
+    sizes = {"e": 1, "m": 1, "n": n, "k": k, **dict.fromkeys(free_names(kept), 0)}
+    bound = [b for b in storage.bindings if b.tensor in kept and prefix + b.source in tensors]
+    shapes = {b.tensor: repack.logical_shape(scheme, b, sizes, tensors[prefix + b.source]) for b in bound}
+    try:
+        free_extents(scheme, phase, shapes, n, k)
+    except ValueError as problem:
+        about = next(t for t in kept.values() if free_names({t.name: t}))
+        return [error("shape", f"{scheme.bound}: {problem}", about.span, f"with k = {k}")]
+    return []
 
 
 def check_codes(scheme: Scheme, declared: Tensor, patterns: np.ndarray, name: str) -> None:

@@ -16,13 +16,18 @@ activation {
 }
 
 compute e2m1 -> f32
-output act
+
+output act {
+    bias b[n] : act optional
+    y = acc + b
+}
 
 layout modelopt {
     q[n, (b l:2)] = "weight"[n, b {l}] : u8
     s             = "weight_scale"     : e4m3
     u             = "weight_scale_2"   : f32
     v             = "input_scale"      : f32
+    b             = "bias"             : act
 }
 
 layout compressed_tensors {  # stores reciprocals; say so once, here
@@ -30,4 +35,5 @@ layout compressed_tensors {  # stores reciprocals; say so once, here
     s             = "weight_scale"            : e4m3
     u             = 1 / "weight_global_scale" : f32
     v             = 1 / "input_global_scale"  : f32
+    b             = "bias"                    : act
 }

@@ -15,8 +15,8 @@ from torch import nn
 import decoders
 import qdsl
 from qdsl.runtime import QuantLinear, load_quantized
-from qdsl.runtime.checkpoint import read_config
 from qdsl.runtime.checkpoints import Module, awq
+from qdsl.runtime.stored import read_config
 
 transformers = pytest.importorskip("transformers")
 
@@ -162,7 +162,7 @@ def test_one_group_may_be_spelled_minus_one():
     answers = []
     for group in (-1, 256):
         settings = {"bits": 4, "group_size": group, "version": "gemm", "zero_point": True}
-        plan = awq.plan(settings, {name: Module(512, 256, False)}, tensors)
+        plan = awq.plan(settings, {name: Module(512, 256, False)}, tensors, tensors.__getitem__)
         assert not plan.problems
         layer = QuantLinear("awq4", 256, 512, dtype=torch.float32, **plan.choices[name].params)
         layer.load(tensors, f"{name}.", plan.choices[name].layout)
@@ -225,6 +225,14 @@ def test_aliases_and_version_names(writable):
     save()
     configured(directory, drop=("bits", "group_size"), w_bit=4, q_group_size=128, version="EXLLAMA", quant_method="AWQ")
     assert len(quantized(load_quantized(built(), directory))) == 7
+
+
+def test_a_wrong_label_may_be_overruled(writable):
+    directory, _, save = writable
+    save()
+    configured(directory, version="marlin")
+    refused(built(), directory, "AWQ version `marlin`")
+    assert len(quantized(load_quantized(built(), directory, settings={"version": "gemm"}))) == 7
 
 
 def test_shapes_decide_between_gemm_and_gemv(writable):
@@ -314,7 +322,7 @@ def test_without_stored_zeros_a_symmetric_file_means_eight(writable):
 def test_a_missing_tensor_is_named(writable, part):
     _, tensors, save = writable
     del tensors[f"{DOWN}.{part}"]
-    refused(built(), save(), f"`{DOWN}.{'weight' if part == 'qweight' else part}`")
+    refused(built(), save(), f"`{DOWN}.{part}` is missing")
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.embed_tokens.weight", "lm_head.weight"])
@@ -322,6 +330,18 @@ def test_a_missing_dense_tensor_is_named(writable, name):
     _, tensors, save = writable
     del tensors[name]
     refused(built(), save(), f"`{name}` is in no file")
+
+
+def test_names_with_a_prefix_are_told(writable):
+    _, tensors, save = writable
+    for name in list(tensors):
+        tensors[f"language_model.{name}"] = tensors.pop(name)
+    stored = "language_model.model.embed_tokens.weight"
+    refused(
+        built(),
+        save(),
+        f"`model.embed_tokens.weight` is in no file (but `{stored}` is: the model's names lack a prefix",
+    )
 
 
 def test_everything_wrong_is_listed_at_once(writable):
@@ -353,7 +373,7 @@ def test_a_shape_of_no_layout_is_refused(writable):
 def test_a_module_stored_twice_is_refused(writable):
     _, tensors, save = writable
     tensors[f"{DOWN}.weight"] = torch.zeros(256, 512, dtype=torch.float16)
-    refused(built(), save(), "both quantized (qweight) and dense (weight)")
+    refused(built(), save(), "both quantized (qweight, qzeros, scales) and dense (weight)")
 
 
 @pytest.mark.parametrize("keep", [0.999, 0.5, 0.0001, 0])

@@ -669,7 +669,7 @@ def test_a_scheme_comes_by_name_path_value_or_artifact(tmp_path):
         (lambda: QuantLinear("awq4", 0, N), "at least one input"),
         (lambda: QuantLinear("awq4", K, N, compile="always"), '"auto" or "never"'),
         (lambda: QuantLinear("awq4", K, N, phase="decode"), r"no phase `decode` \(it has: none\)"),
-        (lambda: QuantLinear("nvfp4", K, N, True), "declares no bias"),
+        (lambda: QuantLinear("w4a8", K, N, True), "declares no bias"),
         (lambda: QuantLinear("awq4", K, N, groups=64), "group"),
         (lambda: QuantLinear("awq4", K, N, device="xpu"), "not for `xpu`"),
         (lambda: QuantLinear("awq4", K, N, artifact="/nowhere"), "no such artifact"),

@@ -11,35 +11,39 @@ from typing import Any
 
 import torch
 
-from qdsl.runtime.checkpoints import Choice, Module, Plan
+from qdsl.runtime.checkpoints import Choice, Headers, Module, Plan, Read
+from qdsl.runtime.checkpoints.modules import float_type, groups_of, has_bias, parts
+from qdsl.runtime.checkpoints.settings import names
 
 _LAYOUTS = {"gemm": "autoawq", "exllama": "autoawq", "ipex": "autoawq", "gemv": "autoawq_gemv"}
 _PARTS = ("qweight", "qzeros", "scales", "bias")
-_SCALES = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
 _EIGHTS = -0x77777778  # eight nibbles of 8: the zero point of a file that stores none
 
 
-def plan(config: Mapping[str, Any], modules: Mapping[str, Module], stored: Mapping[str, torch.Tensor]) -> Plan:
+def plan(config: Mapping[str, Any], modules: Mapping[str, Module], stored: Headers, read: Read) -> Plan:
     found = Plan()
     group = _settings(config, found)
     if found.problems:
         return found
-    skipped = [str(entry) for entry in config.get("modules_to_not_convert") or ()]
-    contradictions = []
+    skipped = names(config, "modules_to_not_convert")
     for name, module in modules.items():
-        tensors = {f"{name}.{part}": part for part in _PARTS if f"{name}.{part}" in stored}
-        quantized = f"{name}.qweight" in stored
+        tensors = parts(name, _PARTS, stored)
+        quantized = any(part != "bias" for part in tensors.values())
         listed = any(entry in name for entry in skipped)
         if quantized and f"{name}.weight" in stored:
-            found.problems.append(f"`{name}` is stored both quantized (qweight) and dense (weight)")
+            found.problems.append(
+                f"`{name}` is stored both quantized ({', '.join(tensors.values())}) and dense (weight)"
+            )
+        elif quantized and f"{name}.qweight" not in stored:
+            found.problems.append(f"`{name}.qweight` is missing, though `{min(tensors)}` is there")
         elif quantized:
             _choose(name, module, tensors, stored, config, group, found)
             if listed:
-                contradictions.append(f"`{name}` is on the list of modules not converted, but is stored quantized")
+                found.contradictions.append(
+                    f"`{name}` is on the list of modules not converted, but is stored quantized"
+                )
         elif f"{name}.weight" in stored and not listed and skipped and not _is_head(name, config):
-            contradictions.append(f"`{name}` is not on the list of modules not converted, but is stored dense")
-    if contradictions:
-        found.notices.append("configuration and tensors disagree, and the tensors count: " + "; ".join(contradictions))
+            found.contradictions.append(f"`{name}` is not on the list of modules not converted, but is stored dense")
     return found
 
 
@@ -63,12 +67,12 @@ def _settings(config: Mapping[str, Any], found: Plan) -> int:
 
 
 def _choose(
-    name: str, module: Module, tensors: dict[str, str], stored: Mapping[str, torch.Tensor], config: Mapping[str, Any],
+    name: str, module: Module, tensors: dict[str, str], stored: Headers, config: Mapping[str, Any],
     group: int, found: Plan,
 ) -> None:  # fmt: skip
     """Decide one module's layout by its shapes, and add it to the plan."""
     n, k = module.n, module.k
-    groups = 1 if group == -1 else -(-k // group)
+    size, groups = groups_of(group, k)
     layout = _layout(name, n, k, groups, stored, config)
     if layout is None:
         found.problems.append(
@@ -78,10 +82,7 @@ def _choose(
     labelled = _LAYOUTS[str(config.get("version") or "gemm").lower()]
     if layout != labelled:
         found.notices.append(f"`{name}` is labelled {labelled}, but its shapes are those of {layout}, which is used")
-    scales = stored.get(f"{name}.scales")
-    params: dict[str, Any] = {"group": "k" if group in (-1, k) else group}  # one kernel for both spellings
-    if scales is not None and scales.dtype in _SCALES:
-        params["scale_type"] = _SCALES[scales.dtype]
+    params = {"group": size, **float_type(stored.get(f"{name}.scales"))}
     leading: dict[str, tuple[int, ...]] = {}
     if layout == "autoawq_gemv":  # [N, 8·ZW] scales and [N, ZW] zeros, of which the first groups mean something
         wanted = {"scales": (n, groups), "qzeros": (n, -(-groups // 8))}
@@ -97,17 +98,12 @@ def _choose(
     if not config.get("zero_point", True) and f"{name}.qzeros" not in stored:
         shape = (groups, -(-n // 8)) if layout == "autoawq" else (n, -(-groups // 8))
         given["qzeros"] = torch.full(shape, _EIGHTS, dtype=torch.int32)
-    bias = f"{name}.bias" in stored
-    if module.bias and not bias:
-        found.problems.append(f"`{name}.bias` is in no file, and the model needs it")
-    if bias and not module.bias:
-        found.problems.append(f"`{name}.bias` has no place in the model, whose `{name}` has no bias")
-    found.choices[name] = Choice("awq4", params, layout, bias, tensors, leading, given)
+    bias = has_bias(name, module, stored, found)
+    why = f"4 bits, group_size {group}; qweight has the shape of {'gemm' if layout == 'autoawq' else 'gemv'}"
+    found.choices[name] = Choice("awq4", params, layout, bias, tensors, leading, given, why=why)
 
 
-def _layout(
-    name: str, n: int, k: int, groups: int, stored: Mapping[str, torch.Tensor], config: Mapping[str, Any]
-) -> str | None:
+def _layout(name: str, n: int, k: int, groups: int, stored: Headers, config: Mapping[str, Any]) -> str | None:
     """The layout whose shape qweight has; where both have it (n = k), the one whose scales fit."""
     codes, scales = stored[f"{name}.qweight"], stored.get(f"{name}.scales")
     shape = tuple(codes.shape)

@@ -1,0 +1,213 @@
+"""The files of a checkpoint: its settings, and the tensors of its safetensors files by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import safetensors
+import torch
+
+from qdsl.diagnostic import CheckpointError, closest
+from qdsl.runtime.checkpoints import FILES, FORMATS, SETTINGS, unnamed
+
+INDEX = "model.safetensors.index.json"
+SINGLE = "model.safetensors"
+_DTYPES = {
+    "BOOL": "bool", "U8": "uint8", "I8": "int8", "U16": "uint16", "I16": "int16", "U32": "uint32", "I32": "int32",
+    "U64": "uint64", "I64": "int64", "F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64",
+    "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2", "F8_E8M0": "float8_e8m0fnu",
+}  # fmt: skip
+
+
+class Stored(Protocol):
+    """The tensors of a checkpoint by name.
+
+    headers   name -> tensor on the meta device, for shape and type
+    file      name -> the file it lies in
+    """
+
+    headers: dict[str, torch.Tensor]
+    file: dict[str, Path]
+
+    def __getitem__(self, name: str) -> torch.Tensor: ...
+    def __iter__(self) -> Iterator[str]: ...
+    def __contains__(self, name: object) -> bool: ...
+
+
+def opened(path: Path, changes: Mapping[str, Any]) -> tuple[Mapping[str, Any], str, str, Stored]:
+    """(settings with changes, the name of the file they are in, the format's name, the tensors) of a directory or a file.
+
+    Raises CheckpointError where files or settings can't be read.
+    """
+    if path.is_file():
+        if path.suffix not in FILES:
+            known = ", ".join(FILES)
+            raise CheckpointError(f"{path}: a checkpoint is a directory, or a file that ends in {known}")
+        if changes:
+            raise CheckpointError(f"{path}: its settings are in the file itself; {', '.join(changes)} can't be changed")
+        method, opener = FILES[path.suffix]
+        tensors = opener(path)
+        return tensors.metadata, path.name, method, tensors
+    config, source = read_config(path)
+    config |= changes
+    return config, source, method_of(config, source), StoredTensors(path)
+
+
+# ---- the settings -------------------------------------------------------------------------------------------
+def read_config(directory: Path) -> tuple[dict[str, Any], str]:
+    """(quantization settings, the file they are in); the first place that has them counts."""
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory}: no such checkpoint directory")
+    main, path = _json(directory / "config.json"), directory / "config.json"
+    inner = main.get("text_config")
+    for found in (
+        main.get("quantization_config"),
+        inner.get("quantization_config") if isinstance(inner, dict) else None,
+        main.get("compression_config"),
+    ):
+        if found:
+            if not isinstance(found, dict):
+                raise CheckpointError(f"{path}: quantization settings are {found!r}, an object is needed")
+            return dict(found), path.name
+    for name in SETTINGS:
+        if found := _json(directory / name):
+            return dict(found), name
+    raise CheckpointError(
+        f"{directory}: no quantization settings in config.json (quantization_config, compression_config), "
+        f"{', '.join(SETTINGS[:-1])} or {SETTINGS[-1]}; is this a quantized checkpoint?"
+    )
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as problem:
+        raise CheckpointError(f"{path}: not readable as JSON ({problem})") from None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path}: not a JSON object")
+    return found
+
+
+def method_of(config: Mapping[str, Any], source: str) -> str:
+    """The name of a configuration's format, stated or told by its words."""
+    stated = config.get("quant_method")
+    if stated is None and (told := unnamed(config, source)):
+        return told
+    method = str(stated or "").lower().replace("_", "-")
+    if method not in FORMATS:
+        hint = f"; did you mean `{match}`?" if (match := closest(method, FORMATS)) else ""
+        named = f"quant_method `{stated}`" if stated else "a configuration without quant_method"
+        raise CheckpointError(f"{source}: {named} is not supported{hint} (supported: {', '.join(FORMATS)})")
+    return method
+
+
+# ---- the files ---------------------------------------------------------------------------------------------------
+class StoredTensors(Mapping[str, torch.Tensor]):
+    """The tensors of a checkpoint's safetensors files, read one by one when asked for.
+
+    headers   name -> tensor on the meta device, for shape and type
+    file      name -> the file it lies in
+    """
+
+    def __init__(self, directory: Path):
+        self.headers: dict[str, torch.Tensor] = {}
+        self.file: dict[str, Path] = {}
+        self._opened: dict[Path, Any] = {}
+        promised = _weight_map(directory)
+        problems = []
+        for path in sorted(set(promised.values())) if promised else [_single(directory)]:
+            problems += self._scan(path)
+        missing = [name for name in promised if name not in self.headers]
+        astray = [name for name, path in promised.items() if self.file.get(name, path) != path]
+        if missing and not problems:
+            places = ", ".join(sorted({promised[name].name for name in missing}))
+            problems.append(f"{_index(directory)} promises {some(missing)}, which no file holds (it says: {places})")
+        if astray and not problems:
+            problems.append(f"{_index(directory)} promises {some(astray)} in another file than holds them")
+        if problems:
+            raise CheckpointError("\n".join(problems))
+
+    def _scan(self, path: Path) -> list[str]:
+        """Read one header."""
+        if not path.is_file():
+            return [f"{path}: the index names this file, but it is missing"]
+        try:
+            with safetensors.safe_open(path, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118  (a file handle, not a dictionary)
+                    part = opened.get_slice(name)
+                    kind = getattr(torch, _DTYPES.get(part.get_dtype(), ""), None)
+                    if kind is None:
+                        return [f"{path}: `{name}` has type {part.get_dtype()}, which torch {torch.__version__} lacks"]
+                    if name in self.file:
+                        return [f"{path}: `{name}` is also in {self.file[name].name}"]
+                    self.headers[name] = torch.empty(part.get_shape(), dtype=kind, device="meta")
+                    self.file[name] = path
+        except (safetensors.SafetensorError, OSError) as problem:
+            return [f"{path}: truncated or damaged ({problem})"]
+        return []
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        path = self.file[name]
+        try:
+            if path not in self._opened:
+                self._opened[path] = safetensors.safe_open(path, "pt")
+            return self._opened[path].get_tensor(name)
+        except (safetensors.SafetensorError, OSError) as problem:
+            raise CheckpointError(f"{path}: `{name}` can't be read ({problem})") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.headers)
+
+    def __len__(self) -> int:
+        return len(self.headers)
+
+
+def _index(directory: Path) -> Path | None:
+    """The index of a checkpoint in several files: under its usual name, or the one there is."""
+    if (path := directory / INDEX).is_file():
+        return path
+    found = sorted(directory.glob("*.safetensors.index.json"))
+    return found[0] if len(found) == 1 and not (directory / SINGLE).is_file() else None
+
+
+def _weight_map(directory: Path) -> dict[str, Path]:
+    """Tensor name -> file, as the index says; empty without an index."""
+    path = _index(directory)
+    if path is None:
+        return {}
+    found = _json(path).get("weight_map")
+    if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
+        raise CheckpointError(f"{path}: no `weight_map` from names of tensors to files")
+    return {name: directory / file for name, file in found.items()}
+
+
+def _single(directory: Path) -> Path:
+    """The one weights file of a checkpoint without an index."""
+    found = [path] if (path := directory / SINGLE).is_file() else sorted(directory.glob("*.safetensors"))
+    if len(found) == 1:
+        part = re.search(r"-(\d+)-of-(\d+)$", found[0].stem)
+        if part and int(part[2]) > 1:
+            raise CheckpointError(
+                f"{found[0]}: one of {int(part[2])} files, and there is no {INDEX} that names the others"
+            )
+        return found[0]
+    what = (
+        f"several safetensors files ({', '.join(f.name for f in found)}) and no {INDEX}"
+        if found
+        else f"no safetensors ({SINGLE}, or several files and {INDEX})"
+    )
+    hint = "; pickled weights (.bin, .pt) are not read, convert them first" if any(directory.glob("*.bin")) else ""
+    raise CheckpointError(f"{directory}: {what}{hint}")
+
+
+def some(names: Iterable[str], count: int = 4) -> str:
+    """The first few names, and how many there are beyond them."""
+    names = list(names)
+    more = f" and {len(names) - count} more" if len(names) > count else ""
+    return ", ".join(f"`{name}`" for name in names[:count]) + more

@@ -1,0 +1,70 @@
+"""`qdsl inspect`: the table of a checkpoint, from settings and headers."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+from test_models import LOADED
+
+from qdsl.cli import main
+from qdsl.runtime.inspection import inspect
+
+pytest.importorskip("transformers")
+
+DATA = Path(__file__).parent / "data"
+FIXTURES = Path(os.environ["QDSL_FIXTURES"]) if os.environ.get("QDSL_FIXTURES") else None
+
+
+def test_the_table(capsys):
+    assert main(["inspect", str(DATA / "awq_g128")]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{DATA / 'awq_g128'}: awq by config.json, 7 of 8 linears quantized"
+    rows = [[cell for cell in line.split("  ") if cell.strip()] for line in lines[1:]]
+    assert [cell.strip() for cell in rows[0]] == ["module", "n x k", "scheme", "layout", "w", "zero", "scale", "why"]
+    assert [cell.strip() for cell in rows[1]] == [
+        "model.layers.0.self_attn.q_proj", "256 x 256", "awq4(group=128, scale_type=f16)", "autoawq", "(q - z) * s",
+        'z = "qzeros"', 's = "scales"', "4 bits, group_size 128; qweight has the shape of gemm",
+    ]  # fmt: skip
+    assert [cell.strip() for cell in rows[-1]] == ["lm_head", "512 x 256", "dense", "stored as float16"]
+
+
+def test_the_table_as_json(capsys):
+    assert main(["inspect", str(DATA / "awq_gemv_g128"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["format"] == "awq" and not found["problems"] and len(found["modules"]) == 8
+    assert found["modules"][0]["layout"] == "autoawq_gemv" and found["modules"][-1]["scheme"] == ""
+
+
+def test_what_is_wrong_is_said_below_the_table(tmp_path, capsys):
+    for file in ("config.json", "model.safetensors"):
+        (tmp_path / file).write_bytes((DATA / "awq_g128" / file).read_bytes())
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["group_size"] = 64
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert main(["inspect", str(tmp_path)]) == 1
+    text = capsys.readouterr().out
+    assert "problem: model.safetensors: model.layers.0.self_attn.q_proj: " in text and "layout needs [4, 256]" in text
+    (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "unheard_of", "architectures": None}))
+    assert main(["inspect", str(tmp_path)]) == 1
+    assert "transformers can't build this model" in capsys.readouterr().err
+    assert main(["inspect", str(tmp_path / "absent")]) == 1
+    assert "absent" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(FIXTURES is None, reason="QDSL_FIXTURES names no folder of checkpoints")
+@pytest.mark.parametrize("name", LOADED)
+def test_every_checkpoint_that_loads_can_be_looked_at(name):
+    found = inspect(FIXTURES / name)
+    assert not found.problems and not found.notices
+    assert sum(bool(row.scheme) for row in found.modules) == LOADED[name]
+    assert all(row.why for row in found.modules)
+
+
+@pytest.mark.skipif(FIXTURES is None, reason="QDSL_FIXTURES names no folder of checkpoints")
+@pytest.mark.parametrize("name", ["awq_moe_mixtral_g64", "gptq_moe_qwen3moe_g64"])
+def test_stacks_of_experts_are_refused_in_few_words(name):
+    problems = inspect(FIXTURES / name).problems
+    assert len(problems) < 6 and "stacks of experts are not loaded yet" in problems[-1]
