@@ -214,7 +214,8 @@ def free_sizes(scheme: Scheme, k: int) -> dict[str, int] | None:
     tensors = {t.name: t for a in scheme.activations for t in a.operand.loaded}
     transforms = [t for a in scheme.activations for t in a.transforms]
     names = list(dict.fromkeys(i.name for t in tensors.values() for i in t.index if isinstance(i, Free)))
-    candidates = sorted((d for d in range(1, k + 1) if k % d == 0), key=lambda d: abs(math.log(d * d / k)))
+    small = [d for d in range(1, math.isqrt(k) + 1) if k % d == 0]
+    candidates = sorted({*small, *(k // d for d in small)}, key=lambda d: (abs(math.log(d * d / k)), d))
 
     def fits(size: dict[str, int]) -> bool:
         shapes = {n: t.shape({"e": 1, "m": 1, "n": 1, "k": k, **size}, scheme) for n, t in tensors.items()}
