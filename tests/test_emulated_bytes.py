@@ -84,9 +84,10 @@ def test_every_kind_of_byte(name, tmp_path):
 @NEEDS
 @pytest.mark.parametrize("name", ["int8", "blocks"])
 def test_many_tokens(name, tmp_path):
-    """Instructions of 128 tokens, two for 256; sums of their own for 128 tokens and one of two blocks."""
-    worst = run(SCHEMES[name], ("w256", "w128_tall"), [(140, 72, 400)], tmp_path)
-    assert len(worst) == 2 and max(worst.values()) <= 1, worst
+    """Instructions of 128 tokens, two for 256; sums of their own for 128 tokens and one of two blocks; rows of tokens."""
+    turned = ("w128_turned", "w128_turned_tail") if name == "blocks" else ()
+    worst = run(SCHEMES[name], ("w256", "w128_tall", *turned), [(140, 200, 400)], tmp_path)
+    assert len(worst) == 2 + len(turned) and max(worst.values()) <= 1, worst
 
 
 def test_what_is_no_product_of_codes_alone_stays_portable():

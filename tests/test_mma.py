@@ -15,6 +15,7 @@ from tvm.tirx.script import builder as T
 
 from qdsl.codegen.cuda import mma
 from qdsl.codegen.cuda.decode import HALVES
+from qdsl.codegen.cuda.reduce import Epilogue
 from qdsl.codegen.cuda.stage import SHARED, Stage, fitted, pool_bytes
 from qdsl.codegen.cuda.tile import Tile
 from qdsl.codegen.cuda.weight import Weight
@@ -152,9 +153,14 @@ def test_epilogue_reads_extra_buffers():
     extent = tirx.Var("B", "int64")
     extra = [("s", lambda m, n, k: (n,), "float32"), ("b", lambda m, n, k: (extent,), "float16")]
 
-    def epilogue(sums, m, features, buffers):
-        bias = T.if_then_else(extent > 0, T.cast(buffers["b"][features[0]], "float32"), T.float32(0))
-        return sums[0] * buffers["s"][features[0]] + bias
+    def load(buffers, name, m, n):
+        value = buffers[name][n]
+        return value if name == "s" else T.if_then_else(extent > 0, T.cast(value, "float32"), T.float32(0))
+
+    def finish(sums, m, features, load):
+        return sums[0] * load("s", m, features[0]) + load("b", m, features[0])
+
+    epilogue = Epilogue(finish, load, {"s": "n", "b": "n"})
 
     weight = Weight("bfloat16", 8, None, None, None)
     function = mma.lower("linear", weight, TILES["m8"], extra, epilogue, "float32")

@@ -24,10 +24,6 @@ E4M3 = ByteWeight(dtype("e4m3"), dtype("e4m3"), "bfloat16", 64, "float32", Share
 NIBBLES = ByteWeight(dtype("i8"), dtype("i4"), "bfloat16", 64, "float32")
 
 
-def plain(sums, m, features, buffers):
-    return sums[0]
-
-
 @pytest.mark.skipif(nvcc() is None, reason="needs nvcc, or its wheels")
 @pytest.mark.parametrize(
     ("arch", "weight", "spilled"),
@@ -49,7 +45,7 @@ def test_nothing_spills_and_no_wgmma_waits_for_the_compiler(arch, weight, spille
     """Run with -s to read the registers. ptxas warns where it waits after every wgmma, which costs half the speed."""
     goal = target("cuda", arch)
     kernels = candidates(goal, weight)
-    functions = {c.name: c.lower(c.name, (), plain) for c in kernels}
+    functions = {c.name: c.lower(c.name, ()) for c in kernels}
     source = tmp_path / "kernels.cu"
     source.write_text(host.emit(functions, goal, overlapped=goal.dependent_launch))
     found, losses = host.resources(source, goal)

@@ -30,7 +30,7 @@ from qdsl.codegen.cuda import mma, overlap, ring, store
 from qdsl.codegen.cuda.builder import assign, ceildiv, ptx, register, when
 from qdsl.codegen.cuda.host import MULTIPROCESSORS
 from qdsl.codegen.cuda.kernel import Cut, Kernel
-from qdsl.codegen.cuda.reduce import Epilogue, reduce, store_partials
+from qdsl.codegen.cuda.reduce import SUM, Epilogue, reduce, store_partials
 from qdsl.codegen.cuda.ring import Boxes, Cursor, Ring
 from qdsl.codegen.cuda.stage import Stage
 from qdsl.codegen.cuda.weight import Weight
@@ -44,7 +44,7 @@ def lower(
     weight: Weight,
     tile: Cut,
     extra: Sequence[mma.Extra] = (),
-    epilogue: Epilogue = lambda sums, m, n, buffers: sums[0],
+    epilogue: Epilogue = SUM,
     parts: int = 1,
 ) -> tirx.PrimFunc:
     """The kernel (x, q, [s], [z], [o], *extra, y) for k a multiple of 8; x and y have the type `weight.compute`.
@@ -103,8 +103,9 @@ def lower(
                         overlap.let_in()
                     consumer = tile.consumer(k, stages)
                     with walk.each() as part:
+                        direct = tile.finish(part, epilogue, others) if tile.direct else None
                         summed = consumer.multiply(*_stages_of(part))
-                        _store(part, consumer.acc, summed, epilogue, others, own["y"])
+                        _store(part, consumer.acc, summed, epilogue, others, own["y"], direct)
     return builder.get()
 
 
@@ -124,13 +125,13 @@ def _residents(weight: Weight, tile: Cut) -> int:
     return min(tile.resident, SM_SHARED // (pool_bytes(weight, tile) + RESERVED))
 
 
-def _store(k: Kernel, acc, summed, epilogue: Epilogue, buffers, y):
+def _store(k: Kernel, acc, summed, epilogue: Epilogue, buffers, y, direct: store.Direct | None):
     """A part's sums to y."""
     tile = k.tile
 
     def alone():
-        if tile.direct:
-            store.store_direct(k, acc, epilogue, buffers, y)
+        if direct:
+            direct.store(acc, y)
         else:
             shared(1)
 
@@ -295,5 +296,5 @@ def order(weight: Weight, tile: Cut) -> str | None:
     if tile.correct == "sums":
         return f"mma {share}, corrects sums of {Stage(weight, tile).step}"
     if weight.promoted:
-        return f"wgmma {share}, adds sums of {32 * tile.batch}"
+        return f"wgmma {share}, adds sums of {32 * tile.batch}{', turned' if tile.turned else ''}"
     return f"wgmma {share}"

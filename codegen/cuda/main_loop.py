@@ -9,6 +9,7 @@ from tvm import tirx
 from qdsl.codegen import portable
 from qdsl.codegen.cuda import inputs, mma
 from qdsl.codegen.cuda.candidates import candidates
+from qdsl.codegen.cuda.reduce import Epilogue, Load
 from qdsl.codegen.cuda.weight import Shared, Weight
 from qdsl.codegen.cuda.wgmma_bytes import ByteWeight
 from qdsl.codegen.function import Parameters, buffer_shape
@@ -16,16 +17,16 @@ from qdsl.codegen.plan import MainLoop, Plan, epilogue_tensors, in_bytes, place_
 from qdsl.codegen.tir import as_float, storage, translate
 from qdsl.dtype import dtype
 from qdsl.expr import Half, Item, Ref
-from qdsl.scheme import Scheme
+from qdsl.scheme import Group, Index, Scheme, Var
 
 
 def lower(plan: Plan) -> dict[str, tirx.PrimFunc]:
     loop = plan.main_loop
     assert loop is not None, "the plan chose the main loop"
     extra = tuple(_extra(plan, name) for name in epilogue_tensors(plan.scheme, loop))
-    weight = weight_of(plan.scheme, loop)
+    weight, epilogue = weight_of(plan.scheme, loop), _epilogue(plan)
     kernels = {
-        f"linear_{c.name}": c.lower(f"linear_{c.name}", extra, _epilogue(plan), loop.parts)
+        f"linear_{c.name}": c.lower(f"linear_{c.name}", extra, epilogue, loop.parts)
         for c in candidates(plan.target, weight)
     }
     if loop.activation:
@@ -79,20 +80,17 @@ def _extra(plan: Plan, name: str) -> mma.Extra:
     return name, shape, kind
 
 
-def _epilogue(plan: Plan) -> mma.Epilogue:
-    def epilogue(sums: Sequence[tirx.Expr], m: tirx.Expr, features: Sequence[tirx.Expr], buffers) -> tirx.Expr:
-        n = features[0]
+def _epilogue(plan: Plan) -> Epilogue:
+    def load(buffers, name: str, m: tirx.Expr, n: tirx.Expr) -> tirx.Expr:
         own = Parameters(plan, {"m": m, "n": n, "k": n}, dict(buffers))  # sizes only matter to layouts with open ends
+        return own.element(name, {"m": m, "n": n})
 
+    def finish(sums: Sequence[tirx.Expr], m: tirx.Expr, features: Sequence[tirx.Expr], load: Load) -> tirx.Expr:
         def total(part: int) -> tirx.Expr:
-            at, found = {"m": m, "n": features[part]}, sums[part]
-
-            def element(e) -> tirx.Expr:
-                return own.element(e.name, at)
-
+            found = sums[part]
             for factor in (plan.weight.epilogue, plan.activation.epilogue):
                 if factor is not None:
-                    found = found * as_float(translate(factor, element))
+                    found = found * as_float(translate(factor, lambda e: load(e.name, m, features[part])))
             return found
 
         def look(e) -> tirx.Expr:
@@ -100,8 +98,13 @@ def _epilogue(plan: Plan) -> mma.Epilogue:
                 (half,) = e.args
                 assert isinstance(half, Half)
                 return total(half.value)
-            return total(0) if e == Ref("acc") else own.element(e.name, {"m": m, "n": n})
+            return total(0) if e == Ref("acc") else load(e.name, m, features[0])
 
         return as_float(translate(plan.scheme.output.value, look))
 
-    return epilogue
+    tensors = map(plan.scheme.tensor, epilogue_tensors(plan.scheme, plan.main_loop))
+    return Epilogue(finish, load, {t.name: "".join(sorted(map(_axis, t.index))) for t in tensors})
+
+
+def _axis(i: Index) -> str:
+    return i.axis if isinstance(i, Var | Group) else "?"

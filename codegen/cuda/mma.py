@@ -31,7 +31,7 @@ from qdsl.codegen.cuda.correct import SumStep, WeightStep
 from qdsl.codegen.cuda.decode import words_of
 from qdsl.codegen.cuda.fragments import load_codes, load_tokens
 from qdsl.codegen.cuda.kernel import Kernel
-from qdsl.codegen.cuda.reduce import Epilogue, reduce, store_partials
+from qdsl.codegen.cuda.reduce import SUM, Epilogue, reduce, store_partials
 from qdsl.codegen.cuda.stage import (
     SHARED,
     FillCodes,
@@ -78,7 +78,7 @@ def lower(
     weight: Weight,
     tile: Tile,
     extra: Sequence[Extra] = (),
-    epilogue: Epilogue = lambda sums, m, n, buffers: sums[0],
+    epilogue: Epilogue = SUM,
     output: str | None = None,
     overlapped: bool = False,
     shared: int = SHARED,

@@ -12,6 +12,7 @@ are multiplied by the reciprocal of their scale: off by no more than two roundin
 from __future__ import annotations
 
 import functools
+import operator
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -111,6 +112,7 @@ class _Token:
     def __init__(self, plan: Plan, own: Parameters, thread, m, held: int):
         self.plan, self.own, self.thread, self.m, self.held = plan, own, thread, wide(m), held
         self.K = T.cast(own.sizes["k"], "int32")
+        self.whole = self.K % PIECE == 0  # a piece is all there, or not at all
         self.found: dict[Call, tirx.Buffer] = {}
         self.kept: dict[str, tirx.Buffer] = {}
         self.scales: dict[str, tuple] = {}  # as a float32, and its reciprocal
@@ -130,7 +132,7 @@ class _Token:
         each, size, x = self.each, self.size, self.own.buffers["x"]
         for at in range(self.held * each):
             assign(self.words, at, T.uint32(0))
-        with T.If(self.K % PIECE == 0):
+        with T.If(self.whole):
             with T.Then():
                 for piece in range(self.held):
                     k = self.first(stretch, piece)
@@ -146,6 +148,10 @@ class _Token:
                         with when(k < self.K):
                             bits = T.reinterpret(f"uint{8 * size}", x[self.m, wide(k)])
                             assign(self.words, at, self.words[at] | T.cast(bits, "uint32") << T.uint32(shift))
+
+    def reaches(self, stretch, piece: int):
+        """Whether any thread has something of the piece."""
+        return (stretch * self.held + piece) * (THREADS * PIECE) < self.K
 
     def take(self, stretch, piece: int) -> None:
         """One of the pieces as numbers."""
@@ -163,9 +169,10 @@ class _Token:
         with T.serial(0, stretches, unroll=False) as i:
             self.ask(i)
             for piece in range(self.held):
-                self.take(i, piece)
-                for call in calls:
-                    self._combine_piece(call)
+                with when(self.reaches(i, piece)):
+                    self.take(i, piece)
+                    for call in calls:
+                        self._combine_piece(call)
         warps = THREADS // 32
         pool = T.alloc_buffer((4 * len(calls) * warps,), "uint8", scope="shared.dyn")
         pool = T.decl_buffer((len(calls), warps), "float32", data=pool.data, scope="shared.dyn", elem_offset=0)
@@ -185,9 +192,17 @@ class _Token:
         self._across(call, size // PIECE)
 
     def _combine_piece(self, call: Call) -> None:
-        for j in range(PIECE):
-            with when(self.k + j < self.K):
-                self._combine(call, as_float(translate(call.args[0], lambda e, j=j: self._look(e, j))))
+        def number(j: int):
+            return as_float(translate(call.args[0], lambda e: self._look(e, j)))
+
+        with T.If(self.whole):
+            with T.Then(), when(self.k < self.K):
+                for j in range(PIECE):
+                    self._combine(call, number(j))
+            with T.Else():
+                for j in range(PIECE):
+                    with when(self.k + j < self.K):
+                        self._combine(call, number(j))
 
     def _across(self, call: Call, lanes: int) -> None:
         """Combines the results of so many neighbouring lanes."""
@@ -240,19 +255,21 @@ class _Token:
     def finish(self, rest: Sequence[Tensor], stretch) -> None:
         """Groups and codes of a stretch."""
         for piece in range(self.held):
-            self.take(stretch, piece)
-            for t in rest:
-                if t.index[1] == Var("k"):
-                    self._store_codes(t)
-                    continue
-                size = t.index[1].size
-                for call in _reductions(t):
-                    self.reduce_group(call, size)
-                with when(tirx.all(self.k < self.K, self.k % size == 0)):
-                    T.buffer_store(
-                        self.own.buffers[t.name], encode(t.dtype, self.value(t)), [wide(self.k // size), self.m]
-                    )
-                self.keep(t)
+            with when(self.reaches(stretch, piece)):
+                self.take(stretch, piece)
+                for t in rest:
+                    self._finish(t)
+
+    def _finish(self, t: Tensor) -> None:
+        if t.index[1] == Var("k"):
+            self._store_codes(t)
+            return
+        size = t.index[1].size
+        for call in _reductions(t):
+            self.reduce_group(call, size)
+        with when(tirx.all(self.k < self.K, self.k % size == 0)):
+            T.buffer_store(self.own.buffers[t.name], encode(t.dtype, self.value(t)), [wide(self.k // size), self.m])
+        self.keep(t)
 
     def _store_codes(self, t: Tensor) -> None:
         codes, words = self.own.buffers[t.name], T.alloc_local([PIECE // 4], "uint32")
@@ -267,12 +284,20 @@ class _Token:
         if not usual:
             pack(self.value)
         else:
+            values = [register("float32", self.multiplied(t, j))[0] for j in range(PIECE)]
+            small = _small(t.dtype)
+            if small:  # a NaN among the numbers is one in their sum
+                usual.append(tirx.Not(T.isnan(functools.reduce(operator.add, values))))
             with T.If(functools.reduce(tirx.all, usual)):
                 with T.Then():
-                    pack(self.multiplied)
+                    if small:
+                        for at in range(PIECE // 4):
+                            assign(words, at, _rounded(t.dtype, values[4 * at : 4 * at + 4], self.plan))
+                    else:
+                        pack(lambda t, j: values[j])
                 with T.Else():
                     pack(self.value)
-        with T.If(self.K % PIECE == 0):
+        with T.If(self.whole):
             with T.Then(), when(self.k < self.K):
                 ptx("st.global.v2.b32", codes.ptr_to([self.m, wide(self.k)]), *(words[at] for at in range(PIECE // 4)))
             with T.Else():
@@ -299,6 +324,23 @@ def _float(kind: str, half):
     if kind == "bfloat16":
         return T.reinterpret("float32", half << T.uint32(16))
     return T.cast(T.reinterpret("float16", T.cast(half, "uint16")), "float32")
+
+
+def _small(dtype: DType) -> bool:
+    """Whether codes are two's complement, and fit into a byte."""
+    return dtype.kind == "int" and dtype.bits <= 8
+
+
+def _rounded(dtype: DType, values: Sequence, plan: Plan):
+    """Four numbers that are no NaN as the bytes of a word: the bits of 1.5 * 2^23 plus a number end with it, rounded."""
+    low, high, middle = T.float32(dtype.min), T.float32(dtype.max), T.float32(1.5 * 2**23)
+    bits = [T.reinterpret("uint32", T.min(T.max(value, low), high) + middle) for value in values]
+    pairs = [T.alloc_local([1], "uint32") for _ in range(3)]
+    for pair, (a, b), order in zip(pairs, ((bits[0], bits[1]), (bits[2], bits[3]), (pairs[0][0], pairs[1][0])), (0x40, 0x40, 0x5410), strict=True):
+        ptx("prmt.b32", pair[0], a, b, T.uint32(order))
+    if dtype.bits < 8 and plan.main_loop is None:  # portable kernels look at the code's bits alone
+        return pairs[2][0] & T.uint32(dtype.mask * 0x01010101)
+    return pairs[2][0]
 
 
 def _packed(dtype: DType, values: Sequence, plan: Plan):

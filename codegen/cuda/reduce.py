@@ -7,6 +7,7 @@ its part of y out of the others' shared memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
@@ -14,8 +15,27 @@ from tvm.tirx.script import builder as T
 from qdsl.codegen.cuda.builder import assign, ptx, when, wide
 from qdsl.codegen.cuda.kernel import Kernel
 
-# (a sum for each part of the weight's features, m, the weight's feature of each, extra buffers) -> y[m, the first feature]
-Epilogue = Callable[[Sequence[tirx.Expr], tirx.Expr, Sequence[tirx.Expr], Mapping[str, tirx.Buffer]], tirx.Expr]
+Load = Callable[[str, tirx.Expr, tirx.Expr], tirx.Expr]  # (a tensor's name, m, the weight's feature) -> its number
+
+
+@dataclass(frozen=True)
+class Epilogue:
+    """What becomes of the sums of a number of y.
+
+    finish  (a sum for each part of the weight's features, m, the weight's feature of each, load) -> y[m, the first feature]
+    load    (extra buffers, a tensor's name, m, the weight's feature) -> its number
+    axes    what a tensor has numbers for, by name: every token "m", feature "n", both "mn"
+    """
+
+    finish: Callable[[Sequence[tirx.Expr], tirx.Expr, Sequence[tirx.Expr], Load], tirx.Expr]
+    load: Callable[[Mapping[str, tirx.Buffer], str, tirx.Expr, tirx.Expr], tirx.Expr]
+    axes: Mapping[str, str] = field(default_factory=dict)
+
+    def __call__(self, sums, m, features, buffers) -> tirx.Expr:
+        return self.finish(sums, m, features, lambda name, m, n: self.load(buffers, name, m, n))
+
+
+SUM = Epilogue(lambda sums, m, features, load: sums[0], lambda buffers, name, m, n: buffers[name][m, n])
 
 
 def store_partials(k: Kernel, acc, summed=None):
@@ -29,8 +49,10 @@ def store_partials(k: Kernel, acc, summed=None):
     for f in range(tile.feature_tiles):
         for j in range(tile.token_tiles):
             for i in tile.result:
-                token = (k.token_warp * tile.token_tiles + j) * 8 + k.lane % 4 * 2 + i % 2
-                feature = k.block(f) * 16 + i // 2 * 8 + k.lane // 4
+                row, column = i // 2 * 8 + k.lane // 4, j * 8 + k.lane % 4 * 2 + i % 2
+                token, feature = k.token_warp * (8 * tile.token_tiles) + column, k.block(f) * 16 + row
+                if tile.turned:
+                    token, feature = k.thread // 32 * 16 + row, column
                 value = acc[4 * (f * tile.token_tiles + j) + i]
                 if tile.correct == "sums":
                     value = value * T.float32(1 / k.weight.factor(i // 2))

@@ -19,6 +19,8 @@ class Tile:
     resident: int  # CTAs that an SM must be able to hold: a limit on registers
     cluster: int = 1  # CTAs of a cluster, which share k; more than one from sm_90 on
 
+    turned = False  # see `wgmma.WarpgroupTile`
+
     def __post_init__(self):
         assert self.correct in ("sums", "weights"), self
         assert self.stages >= 2, f"{self}: one stage cannot be filled while it is read"

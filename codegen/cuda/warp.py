@@ -61,7 +61,7 @@ class WarpTile:
     registers = None
     converts_fp8 = True  # in hardware, since sm_89
     looks_up_pairs = True
-    direct = persistent = tail = False
+    direct = persistent = tail = turned = False
     halved = None
     early = True  # codes are asked for while the kernel before still runs
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 from tvm.tirx.script import builder as T
 
-from qdsl.codegen.cuda import wgmma_bytes
+from qdsl.codegen.cuda import store, wgmma_bytes
 from qdsl.codegen.cuda.builder import ptx
 from qdsl.codegen.cuda.correct import WeightStep
 from qdsl.codegen.cuda.fragments import load_codes
@@ -70,6 +70,10 @@ def _whole_byte_tiles(weight: ByteWeight) -> tuple[WarpgroupTile, ...]:
     three = {"slice": 2, "stages": 3} if weight.promoted else {"slice": 1, "stages": 6}
     deep = {"slice": 4, "stages": 5} if weight.promoted else {"slice": 2, "stages": 10}
     large = {"teams": 1, "slice": 1, "persistent": True, "staged": 64, **room}
+    turned = []
+    if weight.promoted and weight.token_scale and weight.shared and weight.shared.features % 128 == 0:
+        rows = {**two, **three, "turned": True, "staged": 64, "persistent": True}
+        turned = [WarpgroupTile("w128_turned", 128, **rows), WarpgroupTile("w128_turned_tail", 128, **rows, tail=True)]
     return (
         WarpgroupTile("w16", 16, **one, slice=2, stages=5, resident=2),
         WarpgroupTile("w16_deep", 16, **one, **deep),
@@ -84,6 +88,7 @@ def _whole_byte_tiles(weight: ByteWeight) -> tuple[WarpgroupTile, ...]:
         WarpgroupTile("w128", 128, **two, **three, early=True),
         WarpgroupTile("w128_split", 128, **two, **three, split=2, early=True),
         WarpgroupTile("w128_tail", 128, **two, **three, persistent=True, tail=True, staged=64),
+        *turned,
         WarpgroupTile("w128_tall", 128, warpgroups=2, blocks=2, **large, stages=4),
         WarpgroupTile("w256", 256, warpgroups=2, blocks=1, **large, stages=4),
         WarpgroupTile("w256_tail", 256, warpgroups=2, blocks=1, **large, stages=4, tail=True),
@@ -130,6 +135,7 @@ class WarpgroupTile:
     tail: bool = False  # a persistent kernel's last round is shared by two CTAs along k, if it is short
     early: bool = False  # codes are asked for while the kernel before still runs
     staged: int = 16  # tokens that a warpgroup stores at once
+    turned: bool = False  # a warpgroup has 64 tokens and all features (`wgmma_bytes.Turned`)
 
     correct = "weights"
     result = (0, 1, 2, 3)  # registers of eight tokens, as in `Tile.result`
@@ -215,8 +221,12 @@ class WarpgroupTile:
         return 0  # every warp has all tokens
 
     def consumer(self, k: Kernel, stages: Ring) -> Consumer | wgmma_bytes.Consumer:
-        kind = wgmma_bytes.Consumer if k.weight.arithmetic == "bytes" else Consumer
-        return kind(k, stages)
+        if k.weight.arithmetic != "bytes":
+            return Consumer(k, stages)
+        return (wgmma_bytes.Turned if self.turned else wgmma_bytes.Consumer)(k, stages)
+
+    def finish(self, *given) -> store.Direct:
+        return (store.Turned if self.turned else store.Direct)(*given)
 
     @property
     def partials(self) -> tuple[int, int, int]:

@@ -176,8 +176,7 @@ class Consumer(Warpgroup):
             self.sums = self.acc
         else:
             self.passes = [(f, first) for f in range(tile.blocks) for first in range(0, tile.tokens, self.tokens)]
-            self.rows = 2 if weight.scale and not weight.uniform else 1
-            self.count = self.tokens // 4 if weight.token_scale else 1
+            self.rows, self.count = self._factors()
             each, fragments = self.tokens // 2, 32 * tile.blocks if self.from_registers else 0
             needed = tile.blocks * self.width + 2 * each + self.rows * self.count + fragments
             self.deep = 2 if needed <= ROOM and len(self.passes) * tile.slice > 1 else 1
@@ -185,13 +184,20 @@ class Consumer(Warpgroup):
             self.factors = T.alloc_local([self.rows * self.count], "float32")
         if not self.from_registers:
             # From x's descriptor, from whose address and leading offset of 1 this one differs by the same in every stage.
-            # Of its own blocks, as all lanes say: the compiler is told that they agree.
-            blocks = k.thread // 128 % tile.warpgroups * (4 * tile.blocks)
-            own = T.alloc_local([1], "uint32")
-            agreed = (T.uint32(0), T.uint32(31), T.uint32(0xFFFFFFFF))
-            ptx("shfl_sync.idx.b32", own[0], T.cast(blocks, "uint32"), *agreed)
-            away = (LEADING - 1 << 16) + self.stage.offset("q") // 16
-            self.codes = own[0] * T.uint32(BLOCK // 16) + T.uint32(away)
+            away = T.uint32((LEADING - 1 << 16) + self.stage.offset("q") // 16)
+            self.codes = away if tile.turned else self._own(4 * tile.blocks * BLOCK) + away
+
+    def _own(self, size: int):
+        """How far the warpgroup's share of an operand is from the first one's, in a descriptor: `size` bytes each. As all lanes
+        say: the compiler is told that they agree."""
+        own, group = T.alloc_local([1], "uint32"), T.cast(self.k.thread // 128 % self.tile.warpgroups, "uint32")
+        ptx("shfl_sync.idx.b32", own[0], group, T.uint32(0), T.uint32(31), T.uint32(0xFFFFFFFF))
+        return own[0] * T.uint32(size // 16)
+
+    def _factors(self) -> tuple[int, int]:
+        """Rows of factors, and how many each has."""
+        weight = self.weight
+        return 2 if weight.scale and not weight.uniform else 1, self.tokens // 4 if weight.token_scale else 1
 
     def multiply(self, begin, end):
         if self.weight.promoted:
@@ -241,17 +247,21 @@ class Consumer(Warpgroup):
         """Registers `at` .. of sums = block f by tokens first .. at times j, added to what they hold if `add`."""
         weight, operand = self.weight, OPERANDS[self.weight.operand.name]
         kind, signs = ("f32", (1, 1)) if weight.products == "float32" else ("s32", ())
-        row = j // 4 * self.tile.tokens + first  # of the stage's x
-        tokens = self._descriptor(self.low[0] + T.uint32(row * ROW // 16 + j % 4 * 2), self.base[1])
-        if not self.from_registers:
-            block = j // 4 * (self.tile.features // 16) + 4 * f
-            start = self.low[0] + self.codes + T.uint32((block * BLOCK + j % 4 * 2 * MATRIX) // 16)
-            a = [self._descriptor(start, T.uint32(STRIDE))]
-        else:
-            a = self.fragment(j, f)
         registers = (sums[at + r] for r in range(self.tokens // 2))
         instruction = f"wgmma.mma_async.sync.aligned.m64n{self.tokens}k32.{kind}.{operand}.{operand}"
-        ptx(instruction, *registers, *a, tokens, add, *signs)
+        ptx(instruction, *registers, *self._operands(j, f, first), add, *signs)
+
+    def _operands(self, j: int, f: int, first: int) -> list:
+        return [*(self.fragment(j, f) if self.from_registers else [self._codes(j, f)]), self._tokens(j, first)]
+
+    def _tokens(self, j: int, first: int):
+        row = j // 4 * self.tile.tokens + first  # of the stage's x
+        return self._descriptor(self.low[0] + T.uint32(row * ROW // 16 + j % 4 * 2), self.base[1])
+
+    def _codes(self, j: int, f: int):
+        block = j // 4 * (self.tile.features // 16) + 4 * f
+        start = self.low[0] + self.codes + T.uint32((block * BLOCK + j % 4 * 2 * MATRIX) // 16)
+        return self._descriptor(start, T.uint32(STRIDE))
 
     @staticmethod
     def _descriptor(low, high):
@@ -266,10 +276,7 @@ class Consumer(Warpgroup):
         weight, views, slot, step = self.weight, self.ring.views, self.cursor.slot, 64 * i // self.stage.step
         scales: list = []
         if weight.uniform and weight.scale:
-            word = T.alloc_local([1], "uint32")
-            load = {1: "u8", 2: "u16", 4: "b32"}[BYTES[weight.scale]]
-            ptx(f"ld.shared.{load}", word[0], views["scale"].ptr(slot, self.k.block(f), step, 0))
-            scales = floats(self.k, weight.scale, [word[0]])[:1]
+            scales = [self._scale_of_block(self.k.block(f), step)]
         elif weight.scale:
             scales = floats(self.k, weight.scale, load_groups(self.k, views, slot, f, step)["scale"])
         if not weight.token_scale:
@@ -284,6 +291,12 @@ class Consumer(Warpgroup):
                 for t in range(2):
                     assign(self.factors, r * self.count + 2 * j + t, pair[t] * scales[r] if scales else pair[t])
 
+    def _scale_of_block(self, block, step: int):
+        word, kind = T.alloc_local([1], "uint32"), self.weight.scale
+        load = {1: "u8", 2: "u16", 4: "b32"}[BYTES[kind]]
+        ptx(f"ld.shared.{load}", word[0], self.ring.views["scale"].ptr(self.cursor.slot, block, step, 0))
+        return floats(self.k, kind, [word[0]])[0]
+
     def _promote(self, f: int, first: int, own: int) -> None:
         """acc of block f and tokens first .. += the products, times their factors."""
         weight, start = self.weight, own * self.tokens // 2
@@ -292,7 +305,7 @@ class Consumer(Warpgroup):
             for r in range(4):
                 at, value = f * self.width + first // 2 + 4 * j + r, weight.number(self.sums[start + 4 * j + r])
                 if weight.scale or weight.token_scale:
-                    token = 2 * j + r % 2 if weight.token_scale else 0
+                    token = 2 * j + r % 2 if self.count > 1 else 0
                     value = value * self.factors[(r // 2 if self.rows == 2 else 0) * self.count + token]
                 assign(self.acc, at, self.acc[at] + value)
 
@@ -312,3 +325,32 @@ class Consumer(Warpgroup):
             for h in range(2):
                 for r in range(2):
                     ptx("mov.b32", a[2 * h + r], self.weight.unpacked(words[2 * step + h], bool(r)))
+
+
+class Turned(Consumer):
+    """Tokens are A and weights are B, both from the stage: a warpgroup has 64 tokens, and all features of the CTA.
+
+    A thread's sums are then of two tokens, whose scales it reads once, and not of two of every eight: what is read from
+    shared memory to be multiplied would keep tensor cores from their operands. For weights that share a scale.
+    """
+
+    def __init__(self, k: Kernel, stages: Ring):
+        super().__init__(k, stages)
+        assert self.tile.features == self.tokens == self.tile.tokens == 64 * self.tile.warpgroups, self.tile
+        self.rows_of_tokens = self._own(64 * ROW)
+
+    def _factors(self) -> tuple[int, int]:
+        return 2, 1
+
+    def _operands(self, j: int, f: int, first: int) -> list:
+        row = j // 4 * self.tile.tokens
+        start = self.low[0] + self.rows_of_tokens + T.uint32(row * ROW // 16 + j % 4 * 2)
+        return [self._descriptor(start, self.base[1]), self._codes(j, 0)]
+
+    def _load_factors(self, i: int, f: int, first: int) -> None:
+        k, step, one = self.k, 64 * i // self.stage.step, T.alloc_local([1], "float32")
+        scale = self._scale_of_block(0, step)
+        for r in range(2):
+            place = 4 * (k.thread // 32 % (4 * self.tile.warpgroups) * 16 + k.lane // 4 + 8 * r)
+            ptx("ld.shared.f32", one[0], self.ring.views["token_scale"].ptr(self.cursor.slot, step, place))
+            assign(self.factors, r, one[0] * scale)

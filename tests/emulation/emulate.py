@@ -74,9 +74,10 @@ _INSTRUCTIONS: list[tuple[str, str]] = [
     (r"cp\.async\.c[ag]\.shared\.global(?:\.L2::cache_hint)? \[%0\], \[%1\], (\d+)(?:, %\d)?", "simt::copy_async({0}, {1}, \\1, \\1)"),
     (r"SIZED cp\.async\.c[ag]\.shared\.global(?:\.L2::cache_hint)? \[%0\], \[%1\], (\d+), .*", "simt::copy_async({0}, {1}, \\1, {2})"),
     (r"ldmatrix\.sync\.aligned\.m8n8\.x4\.shared\.b16 .*", "uint32_t* r[] = {{&{0}, &{1}, &{2}, &{3}}}; simt::load_matrices(4, r, {4})"),
-    (r"stmatrix\.sync\.aligned\.m8n8\.x4\.trans\.shared\.b16 .*", "uint32_t r[] = {{{1}, {2}, {3}, {4}}}; simt::store_matrices_transposed(4, {0}, r)"),
-    (r"stmatrix\.sync\.aligned\.m8n8\.x1\.trans\.shared\.b16 .*", "uint32_t r[] = {{{1}}}; simt::store_matrices_transposed(1, {0}, r)"),
-    (r"stmatrix\.sync\.aligned\.m8n8\.x2\.trans\.shared\.b16 .*", "uint32_t r[] = {{{1}, {2}}}; simt::store_matrices_transposed(2, {0}, r)"),
+    (r"stmatrix\.sync\.aligned\.m8n8\.x4\.trans\.shared\.b16 .*", "uint32_t r[] = {{{1}, {2}, {3}, {4}}}; simt::store_matrices(4, {0}, r, true)"),
+    (r"stmatrix\.sync\.aligned\.m8n8\.x4\.shared\.b16 .*", "uint32_t r[] = {{{1}, {2}, {3}, {4}}}; simt::store_matrices(4, {0}, r, false)"),
+    (r"stmatrix\.sync\.aligned\.m8n8\.x1\.trans\.shared\.b16 .*", "uint32_t r[] = {{{1}}}; simt::store_matrices(1, {0}, r, true)"),
+    (r"stmatrix\.sync\.aligned\.m8n8\.x2\.trans\.shared\.b16 .*", "uint32_t r[] = {{{1}, {2}}}; simt::store_matrices(2, {0}, r, true)"),
     (r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(b?f16)\.b?f16\.f32 .*",
      "float* d[] = {{&{0}, &{1}, &{2}, &{3}}}; uint32_t a[] = {{{4}, {5}, {6}, {7}}}, b[] = {{{8}, {9}}}; "
      "float c[] = {{{10}, {11}, {12}, {13}}}; simt::mma(BF(\\1), d, a, b, c)"),

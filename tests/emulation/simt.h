@@ -337,7 +337,7 @@ inline void load_matrices(int count, uint32_t** r, uint32_t address) {
   });
 }
 
-inline void store_matrices_transposed(int count, uint32_t address, const uint32_t* r) {
+inline void store_matrices(int count, uint32_t address, const uint32_t* r, bool transposed) {
   Warp& warp = now->warp();
   int lane = now->lane();
   warp.address[lane] = address;
@@ -347,7 +347,9 @@ inline void store_matrices_transposed(int count, uint32_t address, const uint32_
       for (int l = 0; l < 32; ++l)
         for (int p = 0; p < 2; ++p) {
           uint16_t half = warp.a[l][i] >> 16 * p;
-          std::memcpy(at(warp.address[8 * i + l % 4 * 2 + p]) + 2 * (l / 4), &half, 2);
+          int row = l / 4, column = l % 4 * 2 + p;
+          if (transposed) std::swap(row, column);
+          std::memcpy(at(warp.address[8 * i + row]) + 2 * column, &half, 2);
         }
   });
 }
@@ -413,7 +415,19 @@ inline void wgmma(int tokens, bool bf16, float** d, const uint32_t* a, uint64_t 
 }
 
 // Of bytes, 32 of k; d are int32 or float, as the values are. A is in registers, or (without them) a matrix in shared memory.
-inline void wgmma_bytes(int tokens, double (*value)(uint8_t), void** d, const uint32_t* a, uint64_t matrix, uint64_t descriptor,
+// Byte k of a row of a matrix in shared memory: within 128 bytes, swizzled, or in matrices of 8 rows by 16 bytes.
+inline uint8_t byte_of(uint64_t descriptor, int row, int k) {
+  uint32_t start = (descriptor & 0x3FFF) << 4, along_rows = (descriptor >> 32 & 0x3FFF) << 4;
+  if (descriptor >> 62 == 0) {
+    uint32_t along_k = (descriptor >> 16 & 0x3FFF) << 4;
+    return *reinterpret_cast<uint8_t*>(at(start + row / 8 * along_rows + k / 16 * along_k + row % 8 * 16 + k % 16));
+  }
+  require(descriptor >> 62 == 1, "no swizzle, or one within 128 bytes");
+  uint32_t address = start + row / 8 * along_rows + row % 8 * 128 + k;
+  return *reinterpret_cast<uint8_t*>(at(address ^ (address >> 7 & 7) << 4));
+}
+
+inline void wgmma_bytes(int columns, double (*value)(uint8_t), void** d, const uint32_t* a, uint64_t matrix, uint64_t descriptor,
                         uint32_t add) {
   Warpgroup& group = now->cta->warpgroups[now->number / 128];
   int thread = now->number % 128;
@@ -421,24 +435,16 @@ inline void wgmma_bytes(int tokens, double (*value)(uint8_t), void** d, const ui
   group.d[thread] = reinterpret_cast<float**>(d);
   group.matrix[thread] = matrix;
   meet(group.meeting, 128, [&] {
-    uint32_t start = (descriptor & 0x3FFF) << 4, stride = (descriptor >> 32 & 0x3FFF) << 4;
-    require(descriptor >> 62 == 1, "tokens swizzled within 128 bytes");
     for (uint64_t other : group.matrix) require(other == matrix, "one matrix for all of a warpgroup");
-    uint32_t a_start = (matrix & 0x3FFF) << 4, along_k = (matrix >> 16 & 0x3FFF) << 4, along_rows = (matrix >> 32 & 0x3FFF) << 4;
-    require(a || matrix >> 62 == 0, "weights without swizzle");
     for (int row = 0; row < 64; ++row) {
       double numbers[32];
       for (int k = 0; k < 32; ++k) {
         const uint32_t* fragment = group.a[row / 16 * 32 + 4 * (row % 8) + k % 16 / 4];
-        uint32_t address = a_start + row / 8 * along_rows + k / 16 * along_k + row % 8 * 16 + k % 16;
-        numbers[k] = value(a ? fragment[k / 16 * 2 + row % 16 / 8] >> 8 * (k % 4) : *reinterpret_cast<uint8_t*>(at(address)));
+        numbers[k] = value(a ? fragment[k / 16 * 2 + row % 16 / 8] >> 8 * (k % 4) : byte_of(matrix, row, k));
       }
-      for (int n = 0; n < tokens; ++n) {
+      for (int n = 0; n < columns; ++n) {
         double sum = 0;
-        for (int k = 0; k < 32; ++k) {
-          uint32_t address = start + n / 8 * stride + n % 8 * 128 + k;
-          sum += numbers[k] * value(*reinterpret_cast<uint8_t*>(at(address ^ (address >> 7 & 7) << 4)));
-        }
+        for (int k = 0; k < 32; ++k) sum += numbers[k] * value(byte_of(descriptor, n, k));
         void* target = group.d[row / 16 * 32 + 4 * (row % 8) + n % 8 / 2][n / 8 * 4 + row % 16 / 8 * 2 + n % 2];
         if (value == value_s8) {
           int32_t& total = *static_cast<int32_t*>(target);
