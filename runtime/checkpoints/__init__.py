@@ -94,6 +94,7 @@ from qdsl.runtime.checkpoints import (  # noqa: E402  (the formats need the clas
     gptq,
     modelopt,
     modelslim,
+    mxfp4,
 )
 
 FORMATS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Module], Headers, Read], Plan]] = {
@@ -109,6 +110,7 @@ FORMATS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Module], Headers, R
     "modelopt-mxfp8": modelopt.plan,
     "modelopt-mixed": modelopt.plan,
     "modelslim": modelslim.plan,
+    "mxfp4": mxfp4.plan,
     "bitsandbytes": bitsandbytes.plan,
     "gguf": gguf.plan,
 }
