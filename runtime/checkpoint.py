@@ -20,8 +20,8 @@ from torch import nn
 from qdsl.diagnostic import CheckpointError, Error
 from qdsl.runtime.checkpoints import FORMATS, Choice, Module, Plan
 from qdsl.runtime.checkpoints import experts as of_experts
-from qdsl.runtime.checkpoints.experts import Stacks, spellings
-from qdsl.runtime.experts import QuantExperts, stacks_of
+from qdsl.runtime.checkpoints.experts import Projection, Stacks, spellings
+from qdsl.runtime.experts import ListedExperts, QuantExperts, StackedExperts, lists_of, stacks_of
 from qdsl.runtime.linear import QuantLinear
 from qdsl.runtime.resolve import check_layer, misfits, resolved
 from qdsl.runtime.stack import QuantStack
@@ -47,8 +47,8 @@ def load_quantized(
     phase      the role of this copy of the model, such as "prefill" or "decode", for layers whose scheme has phases
     settings   in place of those that the checkpoint has, where it is labelled wrong: {"checkpoint_format": "gptq_v2"}
 
-    Linears that the checkpoint stores quantized become `QuantLinear`s, modules that hold a layer's experts as 3-D
-    parameters `QuantExperts`; every other parameter is loaded as it is.  A tied
+    Linears that the checkpoint stores quantized become `QuantLinear`s, the experts of a layer, be they 3-D parameters or
+    lists of linears, `QuantExperts`; every other parameter is loaded as it is.  A tied
     head stays tied unless the checkpoint stores it quantized.  Raises CheckpointError, listing all that is wrong and
     naming file and tensor, before the model changes.
     """
@@ -79,7 +79,8 @@ class Examination:
 
     method    the format's name; `source` the file of its settings
     plan      what its format makes of the quantized modules; those of one expert go by the checkpoint's names
-    experts   the model's stacks of experts, by name: what they are, and how they are stored
+    experts   the model's 3-D parameters of experts, by name: what they are, and how they are stored
+    stacks    the experts that are replaced, by name: their projections
     quantized the modules of the model that are replaced
     dense     every parameter and persistent buffer that stays: its first name -> (the tensor, the stored one's name)
     problems  that forbid loading, each with the file it is about before it
@@ -90,6 +91,7 @@ class Examination:
     source: str
     plan: Plan
     experts: Stacks
+    stacks: dict[str, tuple[Projection, ...]]
     quantized: tuple[str, ...]
     files: Stored
     dense: dict[str, tuple[torch.Tensor, str]]
@@ -105,25 +107,34 @@ def examine(
     Raises CheckpointError where files or settings can't be read at all.
     """
     config, source, method, files = opened(directory, settings or {})
-    linears = {name: _module(m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    stacks, unknown = stacks_of(model, files.headers)
-    parts = {name: part for _, stored in stacks.values() for name, part in stored.parts.items()}
+    experts, unknown = stacks_of(model, files.headers)
+    parts = {name: part for _, stored in experts.values() for name, part in stored.parts.items()}
     files = Unstacked(files, parts) if parts else files
-    one = {name: p.one for _, stored in stacks.values() for p in stored.projections for name in p.modules}
-    modules = {**linears, **one}
+    lists = {
+        name: tuple(
+            Projection(own, _module(m), tuple(f"{name}.{e}.{own}" for e in range(len(model.get_submodule(name)))))
+            for own, m in linears.items()
+        )
+        for name, linears in lists_of(model).items()
+    }
+    listed = {one: name for name, projections in lists.items() for p in projections for one in p.modules}
+    linears = {name: _module(m, listed.get(name, "")) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    of_one = {name: p.one for _, stored in experts.values() for p in stored.projections for name in p.modules}
+    modules = {**linears, **of_one}
     try:
         plan = FORMATS[method](config, modules, files.headers, files.__getitem__)
     except CheckpointError as problem:  # a setting of the wrong type, or a file that can't be read after all
         raise CheckpointError(f"{directory} can't be loaded:\n- {source}: {problem}") from None
-    experts, apart = of_experts.quantized(stacks, plan, files.headers)
+    stacks, apart = of_experts.quantized(experts, plan, files.headers)
+    stacks |= {name: projections for name, projections in lists.items() if of_experts.alike(projections, plan)}
     plan.problems += [*unknown.values(), *apart]
-    quantized = (*(name for name in linears if name in plan.choices), *experts)
+    quantized = (*(name for name in linears if name in plan.choices and listed.get(name) not in stacks), *stacks)
     problems = [_placed(problem, source, files) for problem in plan.problems]
     dense = _dense(model, quantized, files.headers)
     if (
         not problems or plan.choices
     ):  # of a format that we do not read, that its tensors have no place says nothing more
-        refused = (*_refused(plan, modules), *of_experts.refused(plan, stacks, unknown))
+        refused = (*_refused(plan, modules), *of_experts.refused(plan, experts, unknown))
         dense = {name: entry for name, entry in dense.items() if not name.startswith(refused)}
         taken = {name for choice in plan.choices.values() for name in (*choice.tensors, *choice.unread)}
         taken |= plan.skipped | {source for _, source in dense.values()}
@@ -136,9 +147,9 @@ def examine(
             ]
     if phase and not any(resolved(c.scheme, c.params, None).phases for c in plan.choices.values()):
         problems.append(f"no layer of it has phases, and phase = {phase!r} was asked for")
-    problems = of_experts.together([of_experts.as_stored(problem, stacks) for problem in problems])
-    notices = [of_experts.as_stored(notice, stacks) for notice in _notices(plan)]
-    return Examination(method, source, plan, stacks, quantized, files, dense, problems, notices)
+    problems = of_experts.together([of_experts.as_stored(problem, experts) for problem in problems])
+    notices = [of_experts.as_stored(notice, experts) for notice in _notices(plan)]
+    return Examination(method, source, plan, experts, stacks, quantized, files, dense, problems, notices)
 
 
 def _notices(plan: Plan) -> list[str]:
@@ -170,8 +181,8 @@ def _placed(problem: str, source: str, files: Stored) -> str:
     return f"{', '.join(sorted(about)) or source}: {problem}"
 
 
-def _module(linear: nn.Linear) -> Module:
-    return Module(linear.out_features, linear.in_features, linear.bias is not None)
+def _module(linear: nn.Linear, stack: str = "") -> Module:
+    return Module(linear.out_features, linear.in_features, linear.bias is not None, stack)
 
 
 def _dense(
@@ -312,13 +323,14 @@ def _layer(
             dtype or like.dtype, **options, phase=_phase(choice, phase), **choice.params,
         )  # fmt: skip
 
-    if name not in found.experts:
-        assert isinstance(old, nn.Linear), "plans name linears of the model, and stacks of experts"
+    if name not in found.stacks:
+        assert isinstance(old, nn.Linear), "plans name linears of the model, and experts"
         return made(QuantLinear, name, _module(old), old.weight)
-    experts, stored = found.experts[name]
     like = next(old.parameters())
-    stacks = {p.name: made(QuantStack, p.modules[0], p.one, like, experts.count) for p in stored.projections}
-    return QuantExperts(old, experts, stacks)
+    stacks = {p.name: made(QuantStack, p.modules[0], p.one, like, len(p.modules)) for p in found.stacks[name]}
+    if isinstance(old, nn.ModuleList):
+        return ListedExperts(old, stacks)
+    return StackedExperts(old, found.experts[name][0], stacks)
 
 
 def _phase(choice: Choice, phase: str) -> str:
@@ -330,10 +342,10 @@ def _fill(layer: QuantLinear | QuantExperts, name: str, found: Examination) -> N
     if isinstance(layer, QuantLinear):
         _give(layer, name, choices[name], files)
         return
-    for projection in found.experts[name][1].projections:
+    for projection in found.stacks[name]:
         layer.projections[projection.name].fill(
             lambda e, one, p=projection: _give(
-                one, p.module(e), choices[p.module(e)], files.member(e) if isinstance(files, Unstacked) else files
+                one, p.modules[e], choices[p.modules[e]], files.member(e) if isinstance(files, Unstacked) else files
             )
         )
 

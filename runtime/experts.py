@@ -1,14 +1,15 @@
-"""QuantExperts: the experts of a layer, each projection of them a stack, in place of a module of 3-D parameters.
+"""QuantExperts: the experts of a layer, each projection of them a stack, in place of 3-D parameters or a list of modules.
 
-Routing and activation are those of the module replaced: transformers' own classes say how their parameters lie and which
-`_apply_gate` stands between the projections, and that method is called here.
+Routing and activation are those of the module replaced.  Of 3-D parameters, transformers' own classes say how they lie and
+which `_apply_gate` stands between the projections, and that method is called here.  The modules of a list stay, and run
+their own forward with members of stacks for linears.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import nn
@@ -64,27 +65,94 @@ def stacks_of(model: nn.Module, stored: Headers) -> tuple[dict[str, tuple[Expert
     return found, unknown
 
 
+def lists_of(model: nn.Module) -> dict[str, dict[str, nn.Linear]]:
+    """A model's lists of experts that are built alike of linears: their names -> (a linear's name in each -> the first)."""
+    found = {}
+    for name, module in model.named_modules():
+        if not isinstance(module, nn.ModuleList) or name.rpartition(".")[2] != "experts" or not len(module):
+            continue
+        own = [{n: m for n, m in item.named_children() if isinstance(m, nn.Linear)} for item in module]
+        sizes = [
+            {n: (m.out_features, m.in_features, m.bias is not None) for n, m in linears.items()} for linears in own
+        ]
+        if own[0] and all(size == sizes[0] for size in sizes):
+            found[name] = own[0]
+    return found
+
+
 class QuantExperts(nn.Module):
-    """The experts of a layer: down(gate(up(x))) of the ones that a token is routed to, one expert after another.
+    """The experts of a layer, each projection of them a `QuantStack`, a submodule of the projection's name."""
+
+    def __init__(self, replaced: nn.Module, projections: Mapping[str, QuantStack]):
+        super().__init__()
+        for name, stack in projections.items():
+            self.add_module(name, stack)
+        self.replaced = replaced
+
+    @property
+    def projections(self) -> dict[str, QuantStack]:
+        return {name: stack for name, stack in self.named_children() if isinstance(stack, QuantStack)}
+
+    @property
+    def num_experts(self) -> int:
+        return next(iter(self.projections.values())).count
+
+
+class ListedExperts(QuantExperts):
+    """In place of a list of experts, which the model routes itself: experts[e](x).
+
+    listed        the list; its modules keep all but their linears
+    projections   by the names of these linears
+    """
+
+    replaced: nn.ModuleList
+
+    def __init__(self, listed: nn.ModuleList, projections: Mapping[str, QuantStack]):
+        bare = nn.ModuleList()
+        for e, module in enumerate(listed):
+            one = copy.copy(module)
+            own = {name: _Member(stack, e) for name, stack in projections.items()}
+            one.__dict__ = {**module.__dict__, "_modules": {**module._modules, **own}}
+            bare.append(one)
+        super().__init__(bare, projections)
+
+    def __len__(self) -> int:
+        return self.num_experts
+
+    def __getitem__(self, e: int) -> nn.Module:
+        return self.replaced[e]
+
+    def __iter__(self) -> Iterator[nn.Module]:
+        return iter(self.replaced)
+
+
+class _Member(nn.Module):
+    """A linear of one expert; it has no tensors of its own."""
+
+    def __init__(self, stack: QuantStack, e: int):
+        super().__init__()
+        object.__setattr__(self, "stack", stack)  # no submodule: the stack is one of the experts'
+        self.e = e
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.stack(x, self.e)
+
+    def extra_repr(self) -> str:
+        return f"in_features={self.stack.in_features}, out_features={self.stack.out_features}"
+
+
+class StackedExperts(QuantExperts):
+    """In place of 3-D parameters: down(gate(up(x))) of the experts that a token is routed to, one expert after another.
 
     replaced      the module whose place it takes: of its class, `_apply_gate` (or `act_fn`) stays
     projections   "gate_proj" and "up_proj", or both in one "gate_up_proj", or "up_proj" alone; and "down_proj"
     """
 
     def __init__(self, replaced: nn.Module, experts: Experts, projections: Mapping[str, QuantStack]):
-        super().__init__()
+        bare = copy.copy(replaced)
+        bare.__dict__ = {**replaced.__dict__, "_parameters": {}, "_modules": dict(replaced._modules)}
+        super().__init__(bare, projections)
         self.experts = experts
-        for name, stack in projections.items():
-            self.add_module(name, stack)
-        self.replaced = _without_weights(replaced)
-
-    @property
-    def num_experts(self) -> int:
-        return self.experts.count
-
-    @property
-    def projections(self) -> dict[str, QuantStack]:
-        return {name: stack for name, stack in self.named_children() if isinstance(stack, QuantStack)}
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor | None = None,
@@ -135,10 +203,3 @@ class QuantExperts(nn.Module):
             return self.replaced._apply_gate(wide)
         gate, up = wide.chunk(2, dim=-1)
         return up * self.replaced.act_fn(gate)
-
-
-def _without_weights(module: nn.Module) -> nn.Module:
-    """The same module with neither parameters nor hooks."""
-    bare = copy.copy(module)
-    bare.__dict__ = {**module.__dict__, "_parameters": {}, "_modules": dict(module._modules)}
-    return bare

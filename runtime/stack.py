@@ -29,6 +29,8 @@ class QuantStack(nn.Module):
     count     how many there are; the other arguments are those of a QuantLinear, which each of them is
     """
 
+    _one: QuantLinear  # knows the members; its buffers are those of the first
+
     def __init__(
         self, count: int, scheme: str | Path | Scheme, in_features: int, out_features: int, bias: bool = False,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None, **options: Any,
@@ -45,7 +47,6 @@ class QuantStack(nn.Module):
         self._know(self._one)
 
     def _know(self, one: QuantLinear) -> None:
-        """Keep the layer that knows the members, with the tensors of the first."""
         object.__setattr__(self, "_one", one)  # no submodule: its tensors are the stack's
         if self._buffers:
             one._buffers = {name: stack[0] for name, stack in self._buffers.items()}
@@ -220,9 +221,9 @@ class QuantStack(nn.Module):
 
         def take(e: int, one: QuantLinear) -> None:
             part = {key: value[e] if key in stacked else value for key, value in given.items()}
-            lists = (missing_keys, unexpected_keys) if e == 0 else ([], [])
+            missing, unexpected = (missing_keys, unexpected_keys) if e == 0 else ([], [])
             if not wrong:
-                one._load_from_state_dict(part, prefix, local_metadata, strict, *lists, wrong)
+                one._load_from_state_dict(part, prefix, local_metadata, strict, missing, unexpected, wrong)
 
         self.change(take)
         error_msgs += wrong

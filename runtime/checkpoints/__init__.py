@@ -19,11 +19,15 @@ Read = Callable[[str], torch.Tensor]  # the numbers of a stored tensor
 
 @dataclass(frozen=True)
 class Module:
-    """One nn.Linear of the model."""
+    """One nn.Linear of the model, or one of a stack of experts, which must all be stored alike.
+
+    stack   what the names of its stack begin with; empty where it is in none
+    """
 
     n: int
     k: int
     bias: bool
+    stack: str = ""
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,9 @@ linears, those of one expert, and what they would be stored as.
 
 from __future__ import annotations
 
+import functools
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -48,25 +49,23 @@ class Experts:
     transposed: bool
     routed: bool
 
-    def projection(self, name: str) -> Module:
+    def projection(self, name: str, stack: str) -> Module:
         """The linear that one expert has under this name."""
         n = {"gate_up_proj": 2 * self.inner, "down_proj": self.hidden}.get(name, self.inner)
-        return Module(n, self.inner if name == "down_proj" else self.hidden, self.bias)
+        return Module(n, self.inner if name == "down_proj" else self.hidden, self.bias, stack)
 
 
 @dataclass(frozen=True)
 class Projection:
     """One of the projections of a layer's experts.
 
-    modules   that formats see for it: one for each expert, or one for all where a tensor holds all
+    one       the linear that each expert has
+    modules   that formats see for each expert in turn: the same one for all where a tensor holds all
     """
 
     name: str
     one: Module
     modules: tuple[str, ...]
-
-    def module(self, e: int) -> str:
-        return self.modules[e if len(self.modules) > 1 else 0]
 
 
 @dataclass(frozen=True)
@@ -97,9 +96,11 @@ class StoredExperts:
     problems: tuple[str, ...] = ()
 
     def source(self, name: str, module: str) -> str:
-        """The stored name behind that of one expert's share; what it would be, for a share of nothing."""
+        """What is stored behind the name of one expert's share; what it would be called, if nothing is."""
         known = self.parts.get(name)
-        return f"{module}_{name.removeprefix(f'{module}.')}" if known is None else known.source
+        if known is None:
+            return f"{module}_{name.removeprefix(f'{module}.')}"
+        return known.source if known.shared else f"{known.source}[e]"
 
 
 Stacks = Mapping[str, tuple[Experts, StoredExperts]]  # of a model, by name
@@ -148,7 +149,9 @@ class Names:
         return StoredExperts(
             base,
             tuple(
-                Projection(own, experts.projection(own), tuple(f"{base}.{e}.{theirs}" for e in range(experts.count)))
+                Projection(
+                    own, experts.projection(own, base), tuple(f"{base}.{e}.{theirs}" for e in range(experts.count))
+                )
                 for own, theirs in zip(ours, names, strict=True)
             ),
         )
@@ -157,10 +160,10 @@ class Names:
         names = _TOGETHER if experts.gated else _PLAIN
         parts, problems = {}, []
         for projection, short, full in entries:
-            one, shape = experts.projection(projection), tuple(self.stored[full].shape)
+            one, shape = experts.projection(projection, base), tuple(self.stored[full].shape)
             shared = self.stored[full].numel() == 1
             if not shared and shape[0] != experts.count:
-                problems.append(f"`{full}` is {list(shape)}; of {experts.count} experts it holds {experts.count} parts")
+                problems.append(f"`{full}` is {list(shape)}, and the model has {experts.count} experts")
                 continue
             # A parameter of the model lies as the model has it, and so does what is stored for it.
             flat = full.endswith(projection) and experts.transposed and shape[1:] == (one.k, one.n)
@@ -168,7 +171,9 @@ class Names:
             parts[f"{base}.{projection}.{short}"] = Part(full, shared, flat or row)
         return StoredExperts(
             base,
-            tuple(Projection(name, experts.projection(name), (f"{base}.{name}",)) for name in names),
+            tuple(
+                Projection(name, experts.projection(name, base), (f"{base}.{name}",) * experts.count) for name in names
+            ),
             parts,
             tuple(problems),
         )
@@ -189,76 +194,95 @@ def spellings(name: str) -> tuple[str, ...]:
 def floats(name: str, experts: Experts, stored: StoredExperts, headers: Headers) -> dict[str, Made]:
     """The model's parameters, by name, where every projection of every expert is stored as floats by itself."""
     found: dict[str, Made] = {}
-    wide = tuple(p for p in stored.projections if p.name != "down_proj")
-    for kind in ("weight", "bias") if experts.bias else ("weight",):
-        for own, projections in (
-            ("gate_up_proj" if experts.gated else "up_proj", wide),
-            ("down_proj", stored.projections[-1:]),
-        ):
-            sources = [f"{p.module(e)}.{kind}" for e in range(experts.count) for p in projections]
-            first = headers[sources[0]]
-            made = _stacked([headers[source] for source in sources], experts, len(projections), kind)
-            found[f"{name}.{own}" + ("_bias" if kind == "bias" else "")] = Made(
-                torch.empty(made.shape, dtype=first.dtype, device="meta"), tuple(sources),
-                lambda own, sources=tuple(sources), kind=kind, count=len(projections): _stacked(
-                    [own[source] for source in sources], experts, count, kind
-                ),
-            )  # fmt: skip
+    first = "gate_up_proj" if experts.gated else "up_proj"
+    for own, projections in ((first, stored.projections[:-1]), ("down_proj", stored.projections[-1:])):
+        for kind in ("weight", "bias") if experts.bias else ("weight",):
+            sources = [f"{p.modules[e]}.{kind}" for e in range(experts.count) for p in projections]
+            make = functools.partial(_parameter, sources, experts, len(projections), kind)
+            found[f"{name}.{own}" + ("_bias" if kind == "bias" else "")] = Made(make(headers), tuple(sources), make)
     return found
 
 
-def _stacked(tensors: list[torch.Tensor], experts: Experts, projections: int, kind: str) -> torch.Tensor:
-    """One parameter of the model, from its projections of expert after expert."""
+def _parameter(
+    sources: Sequence[str], experts: Experts, count: int, kind: str, own: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """One parameter of the model, of `count` projections of expert after expert."""
     ones = []
     for e in range(experts.count):
-        own = tensors[e * projections : (e + 1) * projections]
-        both = torch.stack(own, 1).flatten(0, 1) if experts.interleaved else torch.cat(own)
+        parts = [own[source] for source in sources[e * count : (e + 1) * count]]
+        both = torch.stack(parts, 1).flatten(0, 1) if experts.interleaved else torch.cat(parts)
         ones.append(both.T if experts.transposed and kind == "weight" else both)
     return torch.stack(ones)
 
 
 # ---- what a format made of them ----------------------------------------------------------------------------------
-def quantized(stacks: Stacks, plan: Plan, stored: Headers) -> tuple[list[str], list[str]]:
+def quantized(stacks: Stacks, plan: Plan, stored: Headers) -> tuple[dict[str, tuple[Projection, ...]], list[str]]:
     """(the stacks that are stored quantized, what forbids loading them).  Adds to the plan those that are stored as floats,
     expert by expert."""
-    found, problems = [], []
+    found: dict[str, tuple[Projection, ...]] = {}
+    problems: list[str] = []
     named = {name for problem in plan.problems for name in re.findall(r"`([^`]+)`", problem)}
+    unread = bool(plan.problems) and not plan.choices  # the settings were refused, and no tensor was looked at
     for name, (experts, own) in stacks.items():
-        problems += own.problems
         modules = [module for projection in own.projections for module in projection.modules]
         chosen = [module for module in modules if module in plan.choices]
         lacking = [module for module in modules if module not in plan.choices and not _mentioned(module, named)]
-        if chosen:
-            found.append(name)
+        if own.problems:
+            problems += own.problems
+            for module in chosen:
+                plan.choices.pop(module, None)
+        elif chosen:
+            found[name] = own.projections
             if lacking:
                 has = next((other for other in stored if other.startswith(f"{lacking[0]}.")), None)
                 how = f"is stored as `{has}`" if has else "is in no file"
                 problems.append(
                     f"`{lacking[0]}` {how}, and `{chosen[0]}` is quantized: all experts of a layer are, or none"
                 )
-            problems += [p for projection in own.projections if (p := _differing(projection.modules, plan))]
-        elif modules and len(modules) == len(lacking):
-            kinds = ("weight", "bias") if experts.bias else ("weight",)
-            missing = [f"{m}.{kind}" for m in modules for kind in kinds if f"{m}.{kind}" not in stored]
-            if missing:
-                problems.append(f"`{missing[0]}` is in no file, and the model needs it")
+            problems += [problem for projection in own.projections if (problem := _differing(projection, plan))]
+        elif modules and len(modules) == len(lacking) and not unread:
+            if wrong := _misfits(experts, own, stored):
+                problems += wrong
             else:
                 plan.dense |= floats(name, experts, own, stored)
     return found, problems
 
 
-def _differing(modules: Iterable[str], plan: Plan) -> str:
-    """What is wrong where experts of one projection are stored in different ways; empty where they are not."""
-    ways = {
-        name: str(resolved(plan.choices[name].scheme, plan.choices[name].params, None).bound)
-        + f", layout {plan.choices[name].layout}" + (", with a bias" if plan.choices[name].bias else "")
-        for name in modules if name in plan.choices
-    }  # fmt: skip
-    for other in ways:
-        first = next(iter(ways))
-        if ways[other] != ways[first]:
-            return f"`{other}` is {ways[other]}, and `{first}` is {ways[first]}: experts of one layer must be alike"
+def alike(projections: Iterable[Projection], plan: Plan) -> bool:
+    """Whether all experts have been chosen a scheme for, and each projection one."""
+    return all(
+        all(module in plan.choices for module in projection.modules) and not _differing(projection, plan)
+        for projection in projections
+    )
+
+
+def _differing(projection: Projection, plan: Plan) -> str:
+    """What is wrong where experts are stored in different ways; empty where they are not."""
+    first = ""
+    for name in projection.modules:
+        if (choice := plan.choices.get(name)) is None:
+            continue
+        bound = resolved(choice.scheme, choice.params, None).bound
+        way = f"{bound}, layout {choice.layout}" + ", with a bias" * choice.bias
+        if not first:
+            first, of = way, name
+        elif way != first:
+            return f"`{name}` is {way}, and `{of}` is {first}: experts of one layer must be alike"
     return ""
+
+
+def _misfits(experts: Experts, own: StoredExperts, stored: Headers) -> list[str]:
+    """What is wrong with the shapes of experts that are stored as floats."""
+    wrong = []
+    for projection in own.projections:
+        for module in projection.modules:
+            for kind in ("weight", "bias") if experts.bias else ("weight",):
+                shape, tensor = [projection.one.n, projection.one.k][: 1 + (kind == "weight")], f"{module}.{kind}"
+                if tensor not in stored:
+                    wrong.append(f"`{tensor}` is in no file, and the model needs it")
+                elif list(stored[tensor].shape) != shape:
+                    wrong.append(f"`{tensor}` is {list(stored[tensor].shape)}, the model needs {shape}")
+    return wrong
 
 
 def _mentioned(module: str, named: Iterable[str]) -> bool:
@@ -278,7 +302,7 @@ def as_stored(text: str, stacks: Stacks) -> str:
     """A text in which tensors that hold all experts have their own names."""
     for _, stored in stacks.values():
         for projection in stored.projections if stored.parts else ():
-            (module,) = projection.modules
+            module = projection.modules[0]
             if module in text:
                 for name in sorted(set(re.findall(rf"{re.escape(module)}\.[a-z0-9_]+", text)), key=len, reverse=True):
                     text = text.replace(name, stored.source(name, module))
