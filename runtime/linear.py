@@ -272,7 +272,8 @@ class QuantLinear(nn.Module):
 
         loaded   whether they hold weights
         """
-        kernel = self._kernel_for(scheme, device)
+        bound = bool(self._keys) and scheme is self.scheme and device == self.device
+        kernel = self.kernel if bound else self._kernel_for(scheme, device)
         inputs = inputs_of(scheme, given, self.in_features) if loaded else Inputs(self.in_features)
         # Tensors with such extents are held element by element, in their own shape.
         free = self._free_extents({name: tensor.shape for name, (_, tensor) in given.items()}, loaded)
