@@ -110,17 +110,13 @@ def examine(
     experts, unknown = stacks_of(model, files.headers)
     parts = {name: part for _, stored in experts.values() for name, part in stored.parts.items()}
     files = Unstacked(files, parts) if parts else files
-    lists = {
-        name: tuple(
-            Projection(own, _module(m), tuple(f"{name}.{e}.{own}" for e in range(len(model.get_submodule(name)))))
-            for own, m in linears.items()
-        )
-        for name, linears in lists_of(model).items()
-    }
-    listed = {one: name for name, projections in lists.items() for p in projections for one in p.modules}
-    linears = {name: _module(m, listed.get(name, "")) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    of_one = {name: p.one for _, stored in experts.values() for p in stored.projections for name in p.modules}
-    modules = {**linears, **of_one}
+    linears = {name: _module(m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    lists = lists_of(model)
+    of_lists, of_one = (
+        {name: p.one for projections in each for p in projections for name in p.modules}
+        for each in (lists.values(), (stored.projections for _, stored in experts.values()))
+    )
+    modules = {**linears, **of_lists, **of_one}
     try:
         plan = FORMATS[method](config, modules, files.headers, files.__getitem__)
     except CheckpointError as problem:  # a setting of the wrong type, or a file that can't be read after all
@@ -128,7 +124,8 @@ def examine(
     stacks, apart = of_experts.quantized(experts, plan, files.headers)
     stacks |= {name: projections for name, projections in lists.items() if of_experts.alike(projections, plan)}
     plan.problems += [*unknown.values(), *apart]
-    quantized = (*(name for name in linears if name in plan.choices and listed.get(name) not in stacks), *stacks)
+    stacked = {name for projections in stacks.values() for p in projections for name in p.modules}
+    quantized = (*(name for name in linears if name in plan.choices and name not in stacked), *stacks)
     problems = [_placed(problem, source, files) for problem in plan.problems]
     dense = _dense(model, quantized, files.headers)
     if (
@@ -181,8 +178,8 @@ def _placed(problem: str, source: str, files: Stored) -> str:
     return f"{', '.join(sorted(about)) or source}: {problem}"
 
 
-def _module(linear: nn.Linear, stack: str = "") -> Module:
-    return Module(linear.out_features, linear.in_features, linear.bias is not None, stack)
+def _module(linear: nn.Linear) -> Module:
+    return Module(linear.out_features, linear.in_features, linear.bias is not None)
 
 
 def _dense(

@@ -14,8 +14,8 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import nn
 
-from qdsl.runtime.checkpoints import Headers
-from qdsl.runtime.checkpoints.experts import Experts, Names, StoredExperts
+from qdsl.runtime.checkpoints import Headers, Module
+from qdsl.runtime.checkpoints.experts import Experts, Names, Projection, StoredExperts
 from qdsl.runtime.stack import QuantStack
 
 
@@ -33,7 +33,10 @@ def experts_of(module: nn.Module) -> Experts | str | None:
     marked = all(hasattr(module, mark) for mark in ("is_transposed", "has_gate", "has_bias", "is_concatenated"))
     takes = list(inspect.signature(module.forward).parameters)
     if not marked and takes != ["hidden_states"]:
-        return f"{kind} is no class of experts that is known: its forward takes {', '.join(takes)}"
+        return (
+            f"{kind}, whose forward takes {', '.join(takes)}, is no class of experts that is known; "
+            "those of transformers 5.24 are"
+        )
     transposed = bool(module.is_transposed) if marked else True
     hidden, inner = (down.shape[2], down.shape[1]) if transposed else (down.shape[1], down.shape[2])
     wide = inner * (2 if gated else 1)
@@ -65,18 +68,20 @@ def stacks_of(model: nn.Module, stored: Headers) -> tuple[dict[str, tuple[Expert
     return found, unknown
 
 
-def lists_of(model: nn.Module) -> dict[str, dict[str, nn.Linear]]:
-    """A model's lists of experts that are built alike of linears: their names -> (a linear's name in each -> the first)."""
-    found = {}
+def lists_of(model: nn.Module) -> dict[str, tuple[Projection, ...]]:
+    """A model's lists of experts that have the same linears, by name: a projection for each linear, under its name."""
+    found: dict[str, tuple[Projection, ...]] = {}
     for name, module in model.named_modules():
         if not isinstance(module, nn.ModuleList) or name.rpartition(".")[2] != "experts" or not len(module):
             continue
-        own = [{n: m for n, m in item.named_children() if isinstance(m, nn.Linear)} for item in module]
-        sizes = [
-            {n: (m.out_features, m.in_features, m.bias is not None) for n, m in linears.items()} for linears in own
-        ]
-        if own[0] and all(size == sizes[0] for size in sizes):
-            found[name] = own[0]
+        own = [
+            {n: Module(m.out_features, m.in_features, m.bias is not None, name) for n, m in item.named_children()
+             if isinstance(m, nn.Linear)} for item in module
+        ]  # fmt: skip
+        if own[0] and all(linears == own[0] for linears in own):
+            found[name] = tuple(
+                Projection(n, one, tuple(f"{name}.{e}.{n}" for e in range(len(own)))) for n, one in own[0].items()
+            )
     return found
 
 
@@ -178,7 +183,8 @@ class StackedExperts(QuantExperts):
         if len(counts) > self.num_experts + 1:
             raise ValueError(f"a token is routed to expert {len(counts) - 1} of {self.num_experts}")
         factors = top_k_weights.reshape(-1, 1)
-        sums = hidden_states.new_zeros(hidden_states.shape, dtype=torch.result_type(hidden_states, factors))
+        kind = torch.result_type(hidden_states, factors)
+        sums = torch.zeros(hidden_states.shape, dtype=kind, device=hidden_states.device)
         for e, slots in enumerate(chosen.argsort(stable=True).split(counts)[: self.num_experts]):
             if len(slots):
                 tokens = slots // top_k

@@ -50,6 +50,8 @@ class QuantStack(nn.Module):
         object.__setattr__(self, "_one", one)  # no submodule: its tensors are the stack's
         if self._buffers:
             one._buffers = {name: stack[0] for name, stack in self._buffers.items()}
+        # Small ones of which a member's share begins where no kernel may read.
+        self._loose = {name for name, first in one._buffers.items() if first is not None and first.nbytes % ALIGNMENT}
 
     # ---- what the stack is --------------------------------------------------------------------------------------
     @property
@@ -139,7 +141,10 @@ class QuantStack(nn.Module):
         if key is None or not one._loaded or x.dim() == 0 or x.shape[-1] != one.in_features:
             self.change(lambda e, each: each._explain(x))
             key = self._one._keys[x.dtype]
-        operands = [_aligned(self._buffers[name][e]) for name in self._one._operands[x.dtype]]
+        operands = [
+            self._buffers[name][e].clone() if name in self._loose else self._buffers[name][e]
+            for name in self._one._operands[x.dtype]
+        ]
         if operands[0].device != x.device:
             raise ValueError(f"x is on {x.device}, the stack on {self.device}; move one of them with .to()")
         return linear(x, operands, self._one.width, key)
@@ -227,8 +232,3 @@ class QuantStack(nn.Module):
 
         self.change(take)
         error_msgs += wrong
-
-
-def _aligned(tensor: torch.Tensor) -> torch.Tensor:
-    """A member's share as kernels ask for it; only small tensors begin where no wide load may."""
-    return tensor.clone() if tensor.data_ptr() % ALIGNMENT else tensor

@@ -220,7 +220,10 @@ def test_what_is_missing_or_misshapen_is_named(tmp_path):
     dense = {**{f"{at}.1.w2.{part}": None for part in parts}, f"{at}.1.w2.weight": torch.zeros(128, 256)}
     without(dense, f"`{at}.1.w2` is stored as `{at}.1.w2.weight`, and `{at}.0.w1` is quantized")
     without({f"{at}.1.w2.scales": whole[f"{at}.1.w2.scales"].float()}, f"`{at}.1.w2` is awq4(", "must be alike")
-    without({"model.layers.0.block_sparse_moe.gate.weight": None}, "`model.layers.0.mlp.gate.weight` is in no file")
+    without(
+        {"model.layers.0.block_sparse_moe.gate.weight": None},
+        "`model.layers.0.block_sparse_moe.gate.weight` is in no file",
+    )
 
 
 # ---- tensors of one expert each ------------------------------------------------------------------------------------
@@ -524,7 +527,7 @@ def test_classes_that_are_not_known_are_refused(tmp_path):
     directory = written(tmp_path / "unknown", qwen(), GPTQ, tensors)
     model = nn.ModuleDict({"gate": nn.Linear(2, 2, bias=False), "experts": Experts()})
     said = refused(model, directory, "`experts` can't hold the experts that are stored as `experts.0.")
-    assert "its forward takes x, router_indices, routing_weights" in said and said.count("\n- ") == 1
+    assert "whose forward takes x, router_indices, routing_weights" in said and said.count("\n- ") == 1
 
 
 # ---- memory --------------------------------------------------------------------------------------------------------

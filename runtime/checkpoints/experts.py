@@ -113,7 +113,6 @@ class Names:
         self.stored = stored
         self.one: dict[str, set[str]] = {}  # what experts' names start with -> projections
         self.all: dict[str, list[tuple[str, str, str]]] = {}  # the same -> (projection, what of it, stored name)
-        self.bases: set[str] = set()
         for name in stored:
             if found := _ONE.match(name):
                 self.one.setdefault(found[1], set()).add(found[3])
@@ -167,7 +166,11 @@ class Names:
                 continue
             # A parameter of the model lies as the model has it, and so does what is stored for it.
             flat = full.endswith(projection) and experts.transposed and shape[1:] == (one.k, one.n)
-            row = short.startswith("weight_scale") and shape[1:] == (1, one.n)
+            scale = short.startswith("weight_scale") and len(shape) == 3
+            if scale and experts.transposed and min(shape[1:]) > 1 and f"{base}.{projection}" in self.stored:
+                problems.append(f"`{full}` is {list(shape)}: blocks of weights that lie [e, k, n] are not supported")
+                continue
+            row = scale and shape[1:] == (1, one.n)
             parts[f"{base}.{projection}.{short}"] = Part(full, shared, flat or row)
         return StoredExperts(
             base,
@@ -299,13 +302,16 @@ def refused(plan: Plan, stacks: Stacks, unknown: Mapping[str, str]) -> tuple[str
 
 
 def as_stored(text: str, stacks: Stacks) -> str:
-    """A text in which tensors that hold all experts have their own names."""
-    for _, stored in stacks.values():
+    """A text in which tensors that hold all experts, and those beside experts, have the names that the files have."""
+    for name, (_, stored) in stacks.items():
+        if stored.base != name:
+            text = text.replace(f"`{name.rpartition('.')[0]}.", f"`{stored.base.rpartition('.')[0]}.")
         for projection in stored.projections if stored.parts else ():
             module = projection.modules[0]
             if module in text:
-                for name in sorted(set(re.findall(rf"{re.escape(module)}\.[a-z0-9_]+", text)), key=len, reverse=True):
-                    text = text.replace(name, stored.source(name, module))
+                shares = set(re.findall(rf"{re.escape(module)}\.[a-z0-9_]+", text))
+                for share in sorted(shares, key=len, reverse=True):
+                    text = text.replace(share, stored.source(share, module))
     return text
 
 
