@@ -18,12 +18,14 @@ from qdsl.runtime.checkpoints import Headers, Module
 from qdsl.runtime.checkpoints.experts import Experts, Names, Projection, StoredExperts
 from qdsl.runtime.stack import QuantStack
 
+_SORTED = "Llama4TextExperts"
+
 
 def experts_of(module: nn.Module) -> Experts | str | None:
     """What a module of 3-D parameters is as experts; why it can't be replaced; None for any other module.
 
-    transformers marks its classes (`use_experts_implementation`): is_transposed, has_gate, has_bias, is_concatenated.
-    Llama-4's class has no marks, and takes tokens that are sorted by expert.
+    transformers marks classes that it may run by other means (`use_experts_implementation`): is_transposed, has_gate,
+    has_bias, is_concatenated.  Llama-4's class has no marks, and takes tokens that are sorted by expert.
     """
     own = dict(module._parameters)
     first, down = own.get("gate_up_proj", own.get("up_proj")), own.get("down_proj")
@@ -32,11 +34,8 @@ def experts_of(module: nn.Module) -> Experts | str | None:
     kind, gated = type(module).__name__, "gate_up_proj" in own
     marked = all(hasattr(module, mark) for mark in ("is_transposed", "has_gate", "has_bias", "is_concatenated"))
     takes = list(inspect.signature(module.forward).parameters)
-    if not marked and takes != ["hidden_states"]:
-        return (
-            f"{kind}, whose forward takes {', '.join(takes)}, is no class of experts that is known; "
-            "those of transformers 5.24 are"
-        )
+    if len(takes) != 3 if marked else kind != _SORTED:
+        return f"{kind}, whose forward takes {', '.join(takes)}, is none of the classes that transformers 5 marks as experts"
     transposed = bool(module.is_transposed) if marked else True
     hidden, inner = (down.shape[2], down.shape[1]) if transposed else (down.shape[1], down.shape[2])
     wide = inner * (2 if gated else 1)
