@@ -19,13 +19,16 @@ from torch import nn
 
 from qdsl.diagnostic import CheckpointError, Error
 from qdsl.runtime.checkpoints import FORMATS, Choice, Module, Plan
+from qdsl.runtime.checkpoints import experts as of_experts
+from qdsl.runtime.checkpoints.experts import Projection, Stacks, spellings
+from qdsl.runtime.experts import ListedExperts, QuantExperts, StackedExperts, lists_of, stacks_of
 from qdsl.runtime.linear import QuantLinear
 from qdsl.runtime.resolve import check_layer, misfits, resolved
-from qdsl.runtime.stored import Stored, opened, some
+from qdsl.runtime.stack import QuantStack
+from qdsl.runtime.stored import Stored, Unstacked, opened, some
 
 # Stored by some tools, derived by every model that uses them.
 _DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
-_EXPERTS = re.compile(r"\.experts\.")
 _LISTED = 8  # parameters that are in no file, of which each has a line
 
 
@@ -44,7 +47,8 @@ def load_quantized(
     phase      the role of this copy of the model, such as "prefill" or "decode", for layers whose scheme has phases
     settings   in place of those that the checkpoint has, where it is labelled wrong: {"checkpoint_format": "gptq_v2"}
 
-    Linears that the checkpoint stores quantized become `QuantLinear`s, every other parameter is loaded as it is.  A tied
+    Linears that the checkpoint stores quantized become `QuantLinear`s, the experts of a layer, be they 3-D parameters or
+    lists of linears, `QuantExperts`; every other parameter is loaded as it is.  A tied
     head stays tied unless the checkpoint stores it quantized.  Raises CheckpointError, listing all that is wrong and
     naming file and tensor, before the model changes.
     """
@@ -53,17 +57,16 @@ def load_quantized(
     for notice in found.notices:
         warnings.warn(f"{directory}: {notice}", stacklevel=2)
     problems, layers = [*found.problems, *_without_memory(model, found.dense)], {}
-    choices, files = found.plan.choices, found.files
-    for name, choice in () if problems else choices.items():
-        options = {"compile": compile, "batch_invariant": batch_invariant, "phase": _phase(choice, phase)}
+    options = {"compile": compile, "batch_invariant": batch_invariant}
+    for name in () if problems else found.quantized:
         try:
-            layers[name] = _layer(model.get_submodule(name), choice, device, dtype, options)
+            layers[name] = _layer(name, model.get_submodule(name), found, device, dtype, phase, options)
         except (Error, TypeError) as problem:
             problems.append(f"{name}: {problem}")
     if problems:
         raise CheckpointError(f"{directory} can't be loaded:\n" + "\n".join(f"- {problem}" for problem in problems))
-    for name in _progress(choices, "loading quantized layers"):
-        _fill(layers[name], name, choices[name], files)
+    for name in _progress(layers, "loading quantized layers"):
+        _fill(layers[name], name, found)
     values = {key: _floats(source, found) for key, (_, source) in found.dense.items()}
     _install(model, layers, found.dense, values, device, dtype)
     return model
@@ -75,7 +78,10 @@ class Examination:
     """What a checkpoint holds for a model, as its settings and its headers say.
 
     method    the format's name; `source` the file of its settings
-    plan      what its format makes of the quantized modules
+    plan      what its format makes of the quantized modules; those of one expert go by the checkpoint's names
+    experts   the model's 3-D parameters of experts, by name: what they are, and how they are stored
+    stacks    the experts that are replaced, by name: their projections
+    quantized the modules of the model that are replaced
     dense     every parameter and persistent buffer that stays: its first name -> (the tensor, the stored one's name)
     problems  that forbid loading, each with the file it is about before it
     notices   for the user
@@ -84,6 +90,9 @@ class Examination:
     method: str
     source: str
     plan: Plan
+    experts: Stacks
+    stacks: dict[str, tuple[Projection, ...]]
+    quantized: tuple[str, ...]
     files: Stored
     dense: dict[str, tuple[torch.Tensor, str]]
     problems: list[str]
@@ -98,31 +107,46 @@ def examine(
     Raises CheckpointError where files or settings can't be read at all.
     """
     config, source, method, files = opened(directory, settings or {})
-    modules = {name: _module(m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    experts, unknown = stacks_of(model, files.headers)
+    parts = {name: part for _, stored in experts.values() for name, part in stored.parts.items()}
+    files = Unstacked(files, parts) if parts else files
+    linears = {name: _module(m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    lists = lists_of(model)
+    of_lists, of_one = (
+        {name: p.one for projections in each for p in projections for name in p.modules}
+        for each in (lists.values(), (stored.projections for _, stored in experts.values()))
+    )
+    modules = {**linears, **of_lists, **of_one}
     try:
         plan = FORMATS[method](config, modules, files.headers, files.__getitem__)
     except CheckpointError as problem:  # a setting of the wrong type, or a file that can't be read after all
         raise CheckpointError(f"{directory} can't be loaded:\n- {source}: {problem}") from None
+    stacks, apart = of_experts.quantized(experts, plan, files.headers)
+    stacks |= {name: projections for name, projections in lists.items() if of_experts.alike(projections, plan)}
+    plan.problems += [*unknown.values(), *apart]
+    stacked = {name for projections in stacks.values() for p in projections for name in p.modules}
+    quantized = (*(name for name in linears if name in plan.choices and name not in stacked), *stacks)
     problems = [_placed(problem, source, files) for problem in plan.problems]
-    dense = _dense(model, plan.choices, files.headers)
+    dense = _dense(model, quantized, files.headers)
     if (
         not problems or plan.choices
     ):  # of a format that we do not read, that its tensors have no place says nothing more
-        refused = _refused(plan, modules)
+        refused = (*_refused(plan, modules), *of_experts.refused(plan, experts, unknown))
         dense = {name: entry for name, entry in dense.items() if not name.startswith(refused)}
         taken = {name for choice in plan.choices.values() for name in (*choice.tensors, *choice.unread)}
         taken |= plan.skipped | {source for _, source in dense.values()}
+        taken |= {source for _, name in dense.values() if name in plan.dense for source in plan.dense[name].sources}
         taken |= {name for name in files if name.startswith(refused)}
-        problems += _check_dense(
-            dense, {**files.headers, **{name: made.header for name, made in plan.dense.items()}}, files
-        ) + _unplaced(model, files, taken, dense)
+        problems += _check_dense(dense, plan, files) + _unplaced(model, files, taken, dense, plan)
         for name, choice in plan.choices.items():
             problems += [
                 f"{_where(choice, files)}: {name}: {p}" for p in _misfits(name, modules[name], choice, files, phase)
             ]
     if phase and not any(resolved(c.scheme, c.params, None).phases for c in plan.choices.values()):
         problems.append(f"no layer of it has phases, and phase = {phase!r} was asked for")
-    return Examination(method, source, plan, files, dense, problems, _notices(plan))
+    problems = of_experts.together([of_experts.as_stored(problem, experts) for problem in problems])
+    notices = [of_experts.as_stored(notice, experts) for notice in _notices(plan)]
+    return Examination(method, source, plan, experts, stacks, quantized, files, dense, problems, notices)
 
 
 def _notices(plan: Plan) -> list[str]:
@@ -159,13 +183,13 @@ def _module(linear: nn.Linear) -> Module:
 
 
 def _dense(
-    model: nn.Module, choices: Mapping[str, Choice], stored: Mapping[str, torch.Tensor]
+    model: nn.Module, replaced: Iterable[str], stored: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[torch.Tensor, str]]:
     """Every parameter and persistent buffer that stays: its first name -> (the tensor, the stored tensor's name).
 
     Tied parameters are one entry; whichever of their names the checkpoint has is taken.
     """
-    quantized = tuple(f"{name}." for name in choices)
+    quantized = tuple(f"{name}." for name in replaced)
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
     persistent = model.state_dict(keep_vars=True)
@@ -174,7 +198,7 @@ def _dense(
             names.setdefault(id(tensor), []).append(name)
             tensors[id(tensor)] = tensor
     return {
-        known[0]: (tensors[key], next((name for name in known if name in stored), known[0]))
+        known[0]: (tensors[key], next((s for name in known for s in spellings(name) if s in stored), known[0]))
         for key, known in names.items()
     }
 
@@ -185,25 +209,23 @@ def _floats(source: str, found: Examination) -> torch.Tensor:
     return found.files[source] if made is None else made.make({name: found.files[name] for name in made.sources})
 
 
-def _check_dense(
-    dense: Mapping[str, tuple[torch.Tensor, str]], headers: Mapping[str, torch.Tensor], files: Stored
-) -> list[str]:
+def _check_dense(dense: Mapping[str, tuple[torch.Tensor, str]], plan: Plan, files: Stored) -> list[str]:
+    headers = {**files.headers, **{name: made.header for name, made in plan.dense.items()}}
     problems = []
     for tensor, source in dense.values():
         header = headers.get(source)
         if header is None:
             continue
+        file = files.file[source if source in files.file else plan.dense[source].sources[0]]
         if header.shape != tensor.shape:
-            problems.append(
-                f"{files.file[source].name}: `{source}` is {list(header.shape)}, the model needs {list(tensor.shape)}"
-            )
+            problems.append(f"{file.name}: `{source}` is {list(header.shape)}, the model needs {list(tensor.shape)}")
         elif header.is_floating_point() != tensor.is_floating_point():
-            problems.append(f"{files.file[source].name}: `{source}` is {header.dtype}, the model holds {tensor.dtype}")
+            problems.append(f"{file.name}: `{source}` is {header.dtype}, the model holds {tensor.dtype}")
     return problems
 
 
 def _unplaced(
-    model: nn.Module, files: Stored, taken: set[str], dense: dict[str, tuple[torch.Tensor, str]]
+    model: nn.Module, files: Stored, taken: set[str], dense: dict[str, tuple[torch.Tensor, str]], plan: Plan
 ) -> list[str]:
     """Tensors without a place and parameters without a tensor; drops from `dense` what the model says may be absent.
 
@@ -213,7 +235,7 @@ def _unplaced(
     surplus = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     missing, problems, astray = [], [], {}
     for name, (tensor, source) in list(dense.items()):
-        if source in files:
+        if source in files or source in plan.dense:
             continue
         if not isinstance(tensor, nn.Parameter) and any(p.search(name) for p in optional):
             del dense[name]
@@ -236,8 +258,7 @@ def _unplaced(
     if len(missing) > _LISTED:
         missing[_LISTED:] = [f"{len(missing) - _LISTED} more that the model needs are in no file"]
     for file, names in astray.items():
-        stacks = "; stacks of experts are not loaded yet" if any(_EXPERTS.search(name) for name in names) else ""
-        problems.append(f"{file}: {some(names)} {'has' if len(names) == 1 else 'have'} no place in the model{stacks}")
+        problems.append(f"{file}: {some(names)} {'has' if len(names) == 1 else 'have'} no place in the model")
     return missing + problems
 
 
@@ -286,21 +307,47 @@ def _where(choice: Choice, files: Stored) -> str:
 
 
 # ---- layers ------------------------------------------------------------------------------------------------------
-def _layer(old: nn.Module, choice: Choice, device, dtype, options: Mapping[str, Any]) -> QuantLinear:
+def _layer(
+    name: str, old: nn.Module, found: Examination, device, dtype, phase: str, options: Mapping[str, Any]
+) -> QuantLinear | QuantExperts:
     """An empty layer for a module; raises what the layer's constructor does."""
-    assert isinstance(old, nn.Linear), "plans name linears of the model"
-    place = torch.device(device) if device is not None else old.weight.device
-    return QuantLinear(
-        choice.scheme, old.in_features, old.out_features, choice.bias, "cpu" if place.type == "meta" else place,
-        dtype or old.weight.dtype, **options, **choice.params,
-    )  # fmt: skip
+
+    def made(kind, module: str, one: Module, like: torch.Tensor, *count: int):
+        choice = found.plan.choices[module]
+        place = torch.device(device) if device is not None else like.device
+        return kind(
+            *count, choice.scheme, one.k, one.n, choice.bias, "cpu" if place.type == "meta" else place,
+            dtype or like.dtype, **options, phase=_phase(choice, phase), **choice.params,
+        )  # fmt: skip
+
+    if name not in found.stacks:
+        assert isinstance(old, nn.Linear), "plans name linears of the model, and experts"
+        return made(QuantLinear, name, _module(old), old.weight)
+    like = next(old.parameters())
+    stacks = {p.name: made(QuantStack, p.modules[0], p.one, like, len(p.modules)) for p in found.stacks[name]}
+    if isinstance(old, nn.ModuleList):
+        return ListedExperts(old, stacks)
+    return StackedExperts(old, found.experts[name][0], stacks)
 
 
 def _phase(choice: Choice, phase: str) -> str:
     return phase if resolved(choice.scheme, choice.params, None).phases else ""
 
 
-def _fill(layer: QuantLinear, name: str, choice: Choice, files: Stored) -> None:
+def _fill(layer: QuantLinear | QuantExperts, name: str, found: Examination) -> None:
+    choices, files = found.plan.choices, found.files
+    if isinstance(layer, QuantLinear):
+        _give(layer, name, choices[name], files)
+        return
+    for projection in found.stacks[name]:
+        layer.projections[projection.name].fill(
+            lambda e, one, p=projection: _give(
+                one, p.modules[e], choices[p.modules[e]], files.member(e) if isinstance(files, Unstacked) else files
+            )
+        )
+
+
+def _give(layer: QuantLinear, name: str, choice: Choice, files: Stored) -> None:
     try:
         stored = _Renamed(files, name, replace(choice, leading={}), {})
         own = {full.removeprefix(f"{name}."): stored[full] for full in stored} if choice.made else {}
@@ -340,7 +387,7 @@ class _Renamed(Mapping[str, torch.Tensor]):
 
 
 def _install(
-    model: nn.Module, layers: Mapping[str, QuantLinear], dense: Mapping[str, tuple[torch.Tensor, str]],
+    model: nn.Module, layers: Mapping[str, QuantLinear | QuantExperts], dense: Mapping[str, tuple[torch.Tensor, str]],
     values: Mapping[str, torch.Tensor], device, dtype,
 ) -> None:  # fmt: skip
     """Change the model, at last."""

@@ -56,7 +56,7 @@ from qdsl.runtime.resolve import (
 from qdsl.runtime.state import Tag, tag
 from qdsl.scheme import Binding, Scheme, Storage, Tensor
 
-_EXTRA = "_extra_state"  # torch's name for what get_extra_state returns
+EXTRA = "_extra_state"  # torch's name for what get_extra_state returns
 
 
 class QuantLinear(nn.Module):
@@ -272,7 +272,8 @@ class QuantLinear(nn.Module):
 
         loaded   whether they hold weights
         """
-        kernel = self._kernel_for(scheme, device)
+        bound = bool(self._keys) and scheme is self.scheme and device == self.device
+        kernel = self.kernel if bound else self._kernel_for(scheme, device)
         inputs = inputs_of(scheme, given, self.in_features) if loaded else Inputs(self.in_features)
         # Tensors with such extents are held element by element, in their own shape.
         free = self._free_extents({name: tensor.shape for name, (_, tensor) in given.items()}, loaded)
@@ -593,19 +594,19 @@ class QuantLinear(nn.Module):
     ) -> None:
         """Take saved buffers, repacked if they are in the layout of another device; a tag that disagrees is an error."""
         names = {name: prefix + name for name in self._wanted}
-        missing = [key for key in (*names.values(), prefix + _EXTRA) if key not in state_dict]
-        known = {*names.values(), prefix + _EXTRA}
+        missing = [key for key in (*names.values(), prefix + EXTRA) if key not in state_dict]
+        known = {*names.values(), prefix + EXTRA}
         if strict:
             missing_keys += missing
             unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
         if missing:
-            if len(missing) == 1 and missing[0].endswith(_EXTRA):
+            if len(missing) == 1 and missing[0].endswith(EXTRA):
                 error_msgs.append(
                     f"{missing[0]} is missing: without it nobody knows the layout of the buffers beside it"
                 )
             return
         try:
-            saved = Tag.from_tensor(state_dict[prefix + _EXTRA])
+            saved = Tag.from_tensor(state_dict[prefix + EXTRA])
         except CheckpointError as problem:
             error_msgs.append(f"{prefix.rstrip('.') or 'the layer'}: {problem}")
             return

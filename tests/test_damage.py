@@ -30,7 +30,7 @@ from qdsl.runtime.checkpoint import examine
 
 transformers = pytest.importorskip("transformers")
 
-AWQ = Path(__file__).parent / "data" / "awq_g128"
+WHOLE = {name: Path(__file__).parent / "data" / name for name in ("awq_g128", "awq_moe_mixtral_g64")}
 HIDDEN, INNER, VOCABULARY = 128, 256, 64
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": INNER,
@@ -200,7 +200,7 @@ def damage(directory: Path, rng: random.Random) -> tuple[str, str]:
     return f"byte {at} of {path.name} from {raw[at]} to {byte}", path.name
 
 
-SOURCES = ["awq_g128", *MADE, *([name for name in LOADED if name != "awq_g128"] if FIXTURES else [])]
+SOURCES = [*WHOLE, *MADE, *([name for name in LOADED if name not in WHOLE] if FIXTURES else [])]
 
 
 def test_damages_end_in_an_error_that_names_them_or_do_no_harm(request, tmp_path):
@@ -213,7 +213,7 @@ def test_damages_end_in_an_error_that_names_them_or_do_no_harm(request, tmp_path
         if name in MADE:
             _write(name, whole)
         else:
-            for path in sorted((AWQ if name == "awq_g128" else FIXTURES / name).iterdir()):
+            for path in sorted((WHOLE[name] if name in WHOLE else FIXTURES / name).iterdir()):
                 if path.suffix in (".json", ".safetensors") and path.name not in (
                     "reference_dequant.safetensors",
                     "PRODUCED_BY.json",
@@ -284,7 +284,7 @@ def test_settings_of_any_type_are_taken_or_refused(name, tmp_path):
     if name in MADE:
         _write(name, tmp_path)
     else:
-        shutil.copytree(AWQ if name == "awq_g128" else FIXTURES / name, tmp_path, dirs_exist_ok=True)
+        shutil.copytree(WHOLE[name] if name in WHOLE else FIXTURES / name, tmp_path, dirs_exist_ok=True)
         (tmp_path / "reference_dequant.safetensors").unlink(missing_ok=True)
     model = model_of(tmp_path)
     file = next(
