@@ -336,7 +336,9 @@ def _rounded(dtype: DType, values: Sequence, plan: Plan):
     low, high, middle = T.float32(dtype.min), T.float32(dtype.max), T.float32(1.5 * 2**23)
     bits = [T.reinterpret("uint32", T.min(T.max(value, low), high) + middle) for value in values]
     pairs = [T.alloc_local([1], "uint32") for _ in range(3)]
-    for pair, (a, b), order in zip(pairs, ((bits[0], bits[1]), (bits[2], bits[3]), (pairs[0][0], pairs[1][0])), (0x40, 0x40, 0x5410), strict=True):
+    for pair, (a, b), order in zip(
+        pairs, ((bits[0], bits[1]), (bits[2], bits[3]), (pairs[0][0], pairs[1][0])), (0x40, 0x40, 0x5410), strict=True
+    ):
         ptx("prmt.b32", pair[0], a, b, T.uint32(order))
     if dtype.bits < 8 and plan.main_loop is None:  # portable kernels look at the code's bits alone
         return pairs[2][0] & T.uint32(dtype.mask * 0x01010101)

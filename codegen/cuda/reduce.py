@@ -52,7 +52,8 @@ def store_partials(k: Kernel, acc, summed=None):
                 row, column = i // 2 * 8 + k.lane // 4, j * 8 + k.lane % 4 * 2 + i % 2
                 token, feature = k.token_warp * (8 * tile.token_tiles) + column, k.block(f) * 16 + row
                 if tile.turned:
-                    token, feature = k.thread // 32 * 16 + row, column
+                    part = 8 * j // tile.features
+                    token, feature = 128 * part + k.thread // 32 * 16 + row, column - part * tile.features
                 value = acc[4 * (f * tile.token_tiles + j) + i]
                 if tile.correct == "sums":
                     value = value * T.float32(1 / k.weight.factor(i // 2))

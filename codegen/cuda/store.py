@@ -20,7 +20,7 @@ PITCH = 64 * 2 + 16  # bytes of a staged token: 64 features, and padding that pu
 
 
 def staging_bytes(tile) -> int:
-    return tile.consumers // 128 * tile.staged * PITCH
+    return tile.consumers // 128 * tile.stored * PITCH
 
 
 def partial_bytes(tile) -> int:
@@ -44,7 +44,7 @@ class Direct:
         self.asked: dict[str, tirx.Buffer] = {}  # by name: of every 128th column
         first = self.tile.stages * Stage(k.weight, k.tile).offset() // 2 if k.tile.persistent else 0
         self.staging = k.shared((first + staging_bytes(k.tile) // 2,), k.weight.compute)
-        self.own = first + self.group * (k.tile.staged * PITCH // 2)  # the warpgroup's
+        self.own = first + self.group * (k.tile.stored * PITCH // 2)  # the warpgroup's
         self._ask()
 
     def store(self, acc, y) -> None:
@@ -72,10 +72,10 @@ class Direct:
     def _store(self, acc, y) -> None:
         k, tile = self.k, self.tile
         for f in range(tile.blocks):
-            for token in range(0, tile.tokens, tile.staged):
+            for token in range(0, tile.tokens, tile.stored):
                 if token % FINISHED == 0:
                     pairs = self._finished(acc, f, token)
-                count = min(tile.staged, tile.tokens - token)
+                count = min(tile.stored, tile.tokens - token)
                 with when(k.stores(k.m0 + token, count)):
                     self._sync()  # the tokens staged before have been read
                     for some in range(0, count, 16):  # the four matrices of one stmatrix
@@ -209,15 +209,15 @@ class Direct:
 
 
 class Turned(Direct):
-    """The same of a warpgroup that has 64 tokens, the rows of its sums, and all features of the CTA, the columns."""
+    """The same where rows are tokens, 64 of every 128, and columns all features of the CTA."""
 
     def _ask(self) -> None:
         k = self.k
-        rows = [64 * self.group + 16 * self.warp + k.lane // 4 + 8 * h for h in range(2)]
+        rows = [128 * part + 64 * self.group + 16 * self.warp + k.lane // 4 + 8 * h
+                for part in range(self.tile.tokens // 128) for h in range(2)]  # fmt: skip
         self.tokens = [wide(tirx.min(k.m0 + row, k.M - 1)) for row in rows]
         self._keep("m", self.tokens, lambda name, m: self._load(name, m, T.int64(0)))
-        part, output = k.thread % 128 // k.outputs, k.thread % k.outputs
-        n = wide(self._feature(output)) + wide(k.N) * wide(part)
+        n = wide(self._feature(k.thread % k.outputs)) + wide(k.N) * wide(k.thread % 128 // k.outputs)
         self._ask_columns("n", 0, lambda name: self._load(name, T.int64(0), n))
 
     def _feature(self, output):
@@ -225,29 +225,30 @@ class Turned(Direct):
         return tirx.min(self.k.o0 * self.k.block_outputs + output, self.k.N - 1)
 
     def _store(self, acc, y) -> None:
-        k, pairs = self.k, self._finished_rows(acc)
-        m0, width = k.m0 + 64 * self.group, 64 // k.parts
-        for first in range(0, k.outputs, width):  # with no branch around barriers that a warp alone would take
-            self._sync()
-            for octet in range(first // 8, (first + width) // 8, 2):
-                self._stage_rows(pairs, octet, first)
-            self._sync()
-            self._store_rows(m0, k.o0 * k.block_outputs + first, 64, y)
+        k, width = self.k, 64 // self.k.parts
+        columns = [self._feature(8 * i + k.lane % 4 * 2 + p) for i in range(k.outputs // 8) for p in range(2)]
+        features = [k.features(n) for n in columns]
+        self._keep_columns(0, [[own[part]] for part in range(k.parts) for own in features])
+        for part in range(self.tile.tokens // 128):
+            pairs, m0 = self._finished_rows(acc, part, features), k.m0 + 128 * part + 64 * self.group
+            for first in range(0, k.outputs, width):  # with no branch around barriers that a warp alone would take
+                self._sync()
+                for octet in range(first // 8, (first + width) // 8, 2):
+                    self._stage_rows(pairs, octet, first)
+                self._sync()
+                self._store_rows(m0, k.o0 * k.block_outputs + first, 64, y)
 
-    def _finished_rows(self, acc):
+    def _finished_rows(self, acc, part: int, features):
         """As numbers of y, two neighbouring features in a register: [eight features, token c or c + 8]."""
-        k = self.k
-        octets = range(k.outputs // 8)
-        outputs = [self._feature(8 * i + k.lane % 4 * 2 + p) for i in octets for p in range(2)]
-        features = [k.features(n) for n in outputs]
-        self._keep_columns(0, [[features[2 * i + p][part]] for part in range(k.parts) for i in octets for p in range(2)])
-        pairs = T.alloc_local([2 * len(octets)], "uint32")
-        for i in octets:
+        k, octets = self.k, self.k.outputs // 8
+        pairs, start = T.alloc_local([2 * octets], "uint32"), part * self.tile.features // 2
+        for i in range(octets):
             for h in range(2):
                 values = []
                 for p in range(2):
-                    sums = [k.weight.finished(acc[4 * (k.parts * i + part) + 2 * h + p]) for part in range(k.parts)]
-                    values.append(self._finish(sums, self.tokens[h], features[2 * i + p]))
+                    places = (start + 4 * (k.parts * i + own) + 2 * h + p for own in range(k.parts))
+                    sums = [k.weight.finished(acc[place]) for place in places]
+                    values.append(self._finish(sums, self.tokens[2 * part + h], features[2 * i + p]))
                 ptx(f"cvt.rn.{k.weight.half.ptx}x2.f32", pairs[2 * i + h], values[1], values[0])
         return pairs
 

@@ -19,6 +19,7 @@ class Warpgroup:
     """A batch of wgmmas runs while the fragments of the next are made, in another set of registers."""
 
     from_registers = True  # the weights
+    sets = 2  # batches whose fragments are in registers
 
     def __init__(self, k: Kernel, stages: Ring):
         self.k, self.ring, self.tile, self.stage = k, stages, k.tile, Stage(k.weight, k.tile)
@@ -29,8 +30,9 @@ class Warpgroup:
         self.team = team[0] if tile.teams > 1 else T.int32(0)
         self.cursor, self.previous = Cursor(tile.stages, self.team, 0), register("int32", T.int32(0))
         if self.from_registers:  # those of a batch are read until it is done
-            assert 4 * tile.slice // tile.batch % 2 == 0, f"{tile}: batches of a stage alternate between fragments"
-            self.fragments = T.alloc_local([2 * tile.batch * tile.blocks * 4], "uint32")
+            batches = 4 * tile.slice // tile.batch
+            assert batches % self.sets == 0, f"{tile}: batches of a stage alternate between fragments"
+            self.fragments = T.alloc_local([self.sets * tile.batch * tile.blocks * 4], "uint32")
         self.acc = T.alloc_local([tile.blocks * self.width], k.weight.sums)  # [block, token tile, register]
         base, words = T.alloc_local([1], "uint64"), T.alloc_local([2], "uint32")
         T.evaluate(T.cuda.wgmma.encode_matrix_descriptor(T.address_of(base[0]), k.pool.ptr_to([0]), 1, 64, 3))
@@ -78,5 +80,5 @@ class Warpgroup:
 
     def fragment(self, j: int, f: int) -> list:
         """Registers of the A fragment for times j of block f."""
-        first = 4 * (j % (2 * self.tile.batch) * self.tile.blocks + f)
+        first = 4 * (j % (self.sets * self.tile.batch) * self.tile.blocks + f)
         return [self.fragments[first + r] for r in range(4)]

@@ -34,6 +34,18 @@ def tiles() -> tuple[WarpgroupTile, ...]:
     Up to 128 tokens the weights' bytes count: few features and a split of k give every SM a part. Beyond, products do.
     """
     large = {"registers": (224, 56)}  # 128 sums a thread, and weights in the making
+    # Short stages leave room beside the ring for what is being stored: the fewer barriers, the sooner products go on.
+    most = {
+        "warpgroups": 2,
+        "blocks": 1,
+        "teams": 1,
+        "slice": 1,
+        "stages": 5,
+        "batch": 2,
+        "persistent": True,
+        "staged": 64,
+        **large,
+    }
     return (
         WarpgroupTile("w32", 32, warpgroups=2, blocks=1, teams=2, slice=2, stages=8),
         WarpgroupTile("w32_wide", 32, warpgroups=2, blocks=2, teams=1, slice=2, stages=8),
@@ -44,12 +56,12 @@ def tiles() -> tuple[WarpgroupTile, ...]:
         WarpgroupTile("w128_wide", 128, warpgroups=2, blocks=2, teams=1, slice=2, stages=4, batch=2, persistent=True, **large),
         WarpgroupTile("w128_split", 128, warpgroups=2, blocks=1, teams=1, slice=2, stages=5, split=2),
         WarpgroupTile("w152", 152, warpgroups=2, blocks=1, teams=1, slice=2, stages=4, persistent=True, **large),
-        WarpgroupTile("w256", 256, warpgroups=2, blocks=1, teams=1, slice=2, stages=3, persistent=True, **large),
+        WarpgroupTile("w256", 256, **most),
         WarpgroupTile("w64_tail", 64, warpgroups=1, blocks=1, teams=2, slice=4, stages=4, persistent=True, tail=True),
         WarpgroupTile("w64_tail_wide", 64, warpgroups=2, blocks=1, teams=1, slice=4, stages=4, persistent=True, tail=True),
         WarpgroupTile("w32_tail", 32, warpgroups=1, blocks=1, teams=2, slice=4, stages=6, persistent=True, tail=True),
         WarpgroupTile("w128_tail", 128, warpgroups=2, blocks=1, teams=1, slice=2, stages=5, persistent=True, tail=True),
-        WarpgroupTile("w256_tail", 256, warpgroups=2, blocks=1, teams=1, slice=2, stages=3, persistent=True, tail=True, **large),
+        WarpgroupTile("w256_tail", 256, **most, tail=True),
     )  # fmt: skip
 
 
@@ -72,8 +84,13 @@ def _whole_byte_tiles(weight: ByteWeight) -> tuple[WarpgroupTile, ...]:
     large = {"teams": 1, "slice": 1, "persistent": True, "staged": 64, **room}
     turned = []
     if weight.promoted and weight.token_scale and weight.shared and weight.shared.features % 128 == 0:
-        rows = {**two, **three, "turned": True, "staged": 64, "persistent": True}
-        turned = [WarpgroupTile("w128_turned", 128, **rows), WarpgroupTile("w128_turned_tail", 128, **rows, tail=True)]
+        rows = {**two, "turned": True, "staged": 64, "persistent": True}
+        turned = [
+            WarpgroupTile("w128_turned", 128, **rows, **three),
+            WarpgroupTile("w128_turned_tail", 128, **rows, **three, tail=True),
+            WarpgroupTile("w256_turned", 256, **rows, slice=1, stages=4),
+            WarpgroupTile("w256_turned_tail", 256, **rows, slice=1, stages=4, tail=True),
+        ]
     return (
         WarpgroupTile("w16", 16, **one, slice=2, stages=5, resident=2),
         WarpgroupTile("w16_deep", 16, **one, **deep),
@@ -108,9 +125,10 @@ def _nibble_tiles(weight: ByteWeight) -> list[WarpgroupTile]:
     found = [*few, *(t for t in tiles() if t.tokens % 16 == 0)]
     if not weight.promoted:
         return found
-    sums = {tile.name: tile.blocks * tile.tokens // 2 for tile in found}  # of a thread, twice
-    large = {"registers": (224, 56)}
-    return [replace(t, **large) if sums[t.name] == 64 else t for t in found if sums[t.name] <= 64]
+    sums = {tile.name: tile.blocks * tile.tokens // 2 for tile in found}  # of a thread, and as many products up to 64
+    large, most = {"registers": (224, 56)}, {"registers": (232, 40), "batch": 4}
+    found = [replace(t, **most) if t.tokens == 256 else t for t in found if sums[t.name] <= 64 or t.tokens == 256]
+    return [replace(t, **large) if sums[t.name] == 64 else t for t in found]
 
 
 @dataclass(frozen=True)
@@ -134,8 +152,8 @@ class WarpgroupTile:
     persistent: bool = False  # as many clusters as the GPU has room for, instead of one for every part of y
     tail: bool = False  # a persistent kernel's last round is shared by two CTAs along k, if it is short
     early: bool = False  # codes are asked for while the kernel before still runs
-    staged: int = 16  # tokens that a warpgroup stores at once
-    turned: bool = False  # a warpgroup has 64 tokens and all features (`wgmma_bytes.Turned`)
+    staged: int = 16  # tokens that a warpgroup stores at once, beside the ring
+    turned: bool = False  # a warpgroup has 64 of every 128 tokens and all features (`wgmma_bytes.Turned`)
 
     correct = "weights"
     result = (0, 1, 2, 3)  # registers of eight tokens, as in `Tile.result`
@@ -169,6 +187,11 @@ class WarpgroupTile:
     def direct(self) -> bool:
         """One warpgroup has all of a sum: it goes to y without the detour through partial sums."""
         return self.split == self.teams == 1
+
+    @property
+    def stored(self) -> int:
+        """Tokens that a warpgroup stores at once; where it can do so over the ring, there is room for many."""
+        return self.staged if self.persistent else 64
 
     @property
     def halved(self) -> WarpgroupTile | None:

@@ -121,14 +121,8 @@ class ByteWeight:
         return value if self.unit_of_codes == 1 else value * T.float32(self.unit_of_codes)
 
     def number(self, value):
-        """A sum of products of 128 inputs as float32.
-
-        An integer within 2^22 of zero, added to the bits of 1.5 * 2^23, is that float plus the integer; a conversion would take
-        longer than the products do.
-        """
-        if self.products == "float32":
-            return value
-        return T.reinterpret("float32", value + T.uint32(0x4B400000)) - T.float32(1.5 * 2**23)
+        """A sum of products of 128 inputs as float32."""
+        return value if self.products == "float32" else T.cast(T.reinterpret("int32", value), "float32")
 
     def unpacked(self, word, upper: bool):
         """Four operands out of eight nibbles in two's complement: out of the upper or the lower of every byte."""
@@ -171,13 +165,15 @@ class Consumer(Warpgroup):
         self.weight = weight
         self.tokens = min(tile.tokens, WIDEST)
         self.from_registers = not weight.from_shared
+        # The sums of 256 tokens leave registers for the fragments of one batch only.
+        self.sets = 1 if weight.promoted and tile.blocks * tile.tokens > WIDEST else 2
         super().__init__(k, stages)
         if not weight.promoted:
             self.sums = self.acc
         else:
             self.passes = [(f, first) for f in range(tile.blocks) for first in range(0, tile.tokens, self.tokens)]
             self.rows, self.count = self._factors()
-            each, fragments = self.tokens // 2, 32 * tile.blocks if self.from_registers else 0
+            each, fragments = self.tokens // 2, 16 * self.sets * tile.blocks if self.from_registers else 0
             needed = tile.blocks * self.width + 2 * each + self.rows * self.count + fragments
             self.deep = 2 if needed <= ROOM and len(self.passes) * tile.slice > 1 else 1
             self.sums = T.alloc_local([self.deep * each], weight.products)
@@ -206,8 +202,8 @@ class Consumer(Warpgroup):
         return super().multiply(begin, end)
 
     def fill(self, steps: Sequence[int]) -> None:
-        """Of promoted products, only the first of a stage: the others are made while those before are multiplied."""
-        if self.from_registers and (steps[0] == 0 or not self.weight.promoted):
+        """Of promoted products, only the first of a stage, where the others are made while those before are multiplied."""
+        if self.from_registers and (steps[0] == 0 or not self.weight.promoted or self.sets == 1):
             self._unpack(steps)
 
     def _unpack(self, steps: Sequence[int]) -> None:
@@ -229,7 +225,7 @@ class Consumer(Warpgroup):
             ptx("wgmma.commit_group.sync.aligned")
             # What is loaded meanwhile stays behind the instructions, between which it would keep the next ones waiting.
             T.evaluate(T.cuda.warp_sync())
-            if self.from_registers and p == 0:
+            if self.from_registers and p == 0 and self.sets == 2:
                 self._unpack(ahead)
             if self.deep == 2 and number > 0:
                 ptx("wgmma.wait_group.sync.aligned", 1)
@@ -328,22 +324,23 @@ class Consumer(Warpgroup):
 
 
 class Turned(Consumer):
-    """Tokens are A and weights are B, both from the stage: a warpgroup has 64 tokens, and all features of the CTA.
+    """Tokens are A and weights are B, both from the stage: a warpgroup has 64 of every 128 tokens, and all of the CTA's 128
+    features, which share a scale.
 
-    A thread's sums are then of two tokens, whose scales it reads once, and not of two of every eight: what is read from
-    shared memory to be multiplied would keep tensor cores from their operands. For weights that share a scale.
+    A thread's sums are then of two tokens of 64, whose scales it reads once, and not of two of every eight: what is read from
+    shared memory to be multiplied would keep tensor cores from their operands.
     """
 
     def __init__(self, k: Kernel, stages: Ring):
         super().__init__(k, stages)
-        assert self.tile.features == self.tokens == self.tile.tokens == 64 * self.tile.warpgroups, self.tile
+        assert self.tile.features == self.tokens == 64 * self.tile.warpgroups, self.tile
         self.rows_of_tokens = self._own(64 * ROW)
 
     def _factors(self) -> tuple[int, int]:
         return 2, 1
 
     def _operands(self, j: int, f: int, first: int) -> list:
-        row = j // 4 * self.tile.tokens
+        row = j // 4 * self.tile.tokens + first
         start = self.low[0] + self.rows_of_tokens + T.uint32(row * ROW // 16 + j % 4 * 2)
         return [self._descriptor(start, self.base[1]), self._codes(j, 0)]
 
@@ -351,6 +348,6 @@ class Turned(Consumer):
         k, step, one = self.k, 64 * i // self.stage.step, T.alloc_local([1], "float32")
         scale = self._scale_of_block(0, step)
         for r in range(2):
-            place = 4 * (k.thread // 32 % (4 * self.tile.warpgroups) * 16 + k.lane // 4 + 8 * r)
+            place = 4 * (first + k.thread // 32 % (4 * self.tile.warpgroups) * 16 + k.lane // 4 + 8 * r)
             ptx("ld.shared.f32", one[0], self.ring.views["token_scale"].ptr(self.cursor.slot, step, place))
             assign(self.factors, r, one[0] * scale)
