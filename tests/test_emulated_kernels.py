@@ -133,7 +133,7 @@ def declared(bits: np.ndarray, kind: str) -> torch.Tensor:
 def run(arch: str, weight: Weight, shapes, folder: Path, names=None) -> dict[str, float]:
     goal = target("cuda", arch)
     kernels = [c for c in candidates(goal, weight) if names is None or c.name in names]
-    functions = {c.name: c.lower(c.name, ()) for c in kernels}
+    functions = {c.name: c.lower(c.name) for c in kernels}
     module = library(host.emit(functions, goal, goal.dependent_launch), folder)
     worst: dict[str, float] = {}
     for m, n, k in shapes:
@@ -235,7 +235,7 @@ def test_the_emulation_sees_what_is_wrong(tmp_path):
     case, weight = Case(WEIGHTS["u4"], 3, 72, 200), WEIGHTS["u4"]
     goal = target("cuda", "sm_90a")
     (kernel,) = (c for c in candidates(goal, weight) if c.name == "t8")
-    text = host.emit({"t8": kernel.lower("t8", ())}, goal, overlapped=True)
+    text = host.emit({"t8": kernel.lower("t8")}, goal, overlapped=True)
     function = library(text, tmp_path)["t8"]
     assert case.check(function) <= 1
     for buffer, at in (

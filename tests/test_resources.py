@@ -45,7 +45,7 @@ def test_nothing_spills_and_no_wgmma_waits_for_the_compiler(arch, weight, spille
     """Run with -s to read the registers. ptxas warns where it waits after every wgmma, which costs half the speed."""
     goal = target("cuda", arch)
     kernels = candidates(goal, weight)
-    functions = {c.name: c.lower(c.name, ()) for c in kernels}
+    functions = {c.name: c.lower(c.name) for c in kernels}
     source = tmp_path / "kernels.cu"
     source.write_text(host.emit(functions, goal, overlapped=goal.dependent_launch))
     found, losses = host.resources(source, goal)

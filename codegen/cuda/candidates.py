@@ -12,6 +12,7 @@ from tvm import tirx
 
 from qdsl.codegen.cuda import hopper, mma, stage, warp, wgmma
 from qdsl.codegen.cuda.model import Work
+from qdsl.codegen.cuda.reduce import SUM
 from qdsl.codegen.cuda.stage import SHARED, Stage
 from qdsl.codegen.cuda.tile import Tile
 from qdsl.codegen.cuda.weight import Weight
@@ -23,7 +24,7 @@ from qdsl.codegen.target import Target
 class Candidate:
     """One kernel.
 
-    lower       (function's name, extra buffers, epilogue, parts of the features) -> the kernel
+    lower       (function's name, extra buffers, epilogue, parts of the features) -> the kernel; of sums alone by default
     work        its tile, as the model of times knows it
     order       names the order in which a row's products are summed (`Stage.order`); None: it changes with m
     k_multiple  what k must be a multiple of
@@ -52,7 +53,7 @@ def candidates(target: Target, weight: Weight) -> tuple[Candidate, ...]:
 
 
 def _mma(target: Target, weight: Weight, tile: Tile, shared: int) -> Candidate | None:
-    def lower(name: str, extra, epilogue, parts: int = 1) -> tirx.PrimFunc:
+    def lower(name: str, extra=(), epilogue=SUM, parts: int = 1) -> tirx.PrimFunc:
         overlapped = target.dependent_launch
         return mma.lower(name, weight, tile, extra, epilogue, overlapped=overlapped, shared=shared, parts=parts)
 
@@ -78,7 +79,7 @@ def _mma(target: Target, weight: Weight, tile: Tile, shared: int) -> Candidate |
 
 
 def _hopper(weight: Weight, tile: warp.WarpTile | wgmma.WarpgroupTile) -> Candidate | None:
-    def lower(name: str, extra, epilogue, parts: int = 1) -> tirx.PrimFunc:
+    def lower(name: str, extra=(), epilogue=SUM, parts: int = 1) -> tirx.PrimFunc:
         return hopper.lower(name, weight, tile, extra, epilogue, parts)
 
     small, few = hopper.fitted(weight, tile), isinstance(tile, warp.WarpTile)
