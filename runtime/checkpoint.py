@@ -83,9 +83,8 @@ def empty_layers(
     is wrong.  `options` are those of QuantLinear's constructor."""
     layers, problems = {}, []
     for name, choice in found.plan.choices.items():
-        own = {**options, "phase": _phase(choice, options["phase"])}
         try:
-            layers[name] = _layer(model.get_submodule(name), choice, device, dtype, own)
+            layers[name] = empty_layer(model.get_submodule(name), choice, device, dtype, options)
         except (Error, TypeError) as problem:
             problems.append(f"{name}: {problem}")
     refuse(directory, problems)
@@ -337,14 +336,24 @@ def _where(choice: Choice, files: Stored) -> str:
 
 
 # ---- layers ------------------------------------------------------------------------------------------------------
-def _layer(old: nn.Module, choice: Choice, device, dtype, options: Mapping[str, Any]) -> QuantLinear:
-    """An empty layer for a module; raises what the layer's constructor does."""
+def empty_layer(
+    old: nn.Module, choice: Choice, device: torch.device | str | None, dtype: torch.dtype | None,
+    options: Mapping[str, Any],
+) -> QuantLinear:  # fmt: skip
+    """A layer without numbers for a module; raises what the layer's constructor does."""
     assert isinstance(old, nn.Linear), "plans name linears of the model"
     place, kind = _home(old.weight, device, dtype)
     if choice.tag is not None:
         kind = None  # as it was saved; `filled` casts it
     return QuantLinear(
-        choice.scheme, old.in_features, old.out_features, choice.bias, place, kind, **options, **choice.params
+        choice.scheme,
+        old.in_features,
+        old.out_features,
+        choice.bias,
+        place,
+        kind,
+        **{**options, "phase": _phase(choice, options["phase"])},
+        **choice.params,
     )
 
 

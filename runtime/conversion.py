@@ -133,7 +133,9 @@ def _tensors(
             yield name, floats(found.dense[name][1], found)
             continue
         layer = filled(layers.pop(name), name, found, model.get_submodule(name).weight.dtype)
-        yield from converted.guarded(name, layer.state_for(buffers_of(layer.scheme, kind, arch), kind)).items()
+        state = layer.state_for(buffers_of(layer.scheme, kind, arch), kind)
+        named = {f"{name}.{each}": tensor for each, tensor in state.items()}
+        yield from {**named, **converted.guard(name, named)}.items()
 
 
 def _config(path: Path) -> dict[str, Any]:

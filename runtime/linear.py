@@ -576,7 +576,9 @@ class QuantLinear(nn.Module):
         held = {name: (self._held[name], self._buffers[name]) for name in self._wanted}
         self._settle(self.scheme, self.device, held, self._loaded)
 
-    def _tag(self) -> Tag:
+    @property
+    def tag(self) -> Tag:
+        """What the buffers of a state_dict mean."""
         return tag(self.scheme, self.out_features, self.in_features, self.manifest.kind, self._held, self._loaded)
 
     def state_for(self, buffers: Sequence[Buffer], kind: str) -> dict[str, torch.Tensor]:
@@ -599,7 +601,7 @@ class QuantLinear(nn.Module):
 
     def get_extra_state(self) -> torch.Tensor:
         """What the buffers of a state_dict mean, as bytes (`qdsl.runtime.state`)."""
-        return self._tag().to_tensor()
+        return self.tag.to_tensor()
 
     def set_extra_state(self, state: torch.Tensor) -> None:
         """Done by `_load_from_state_dict`, which must know the tag before it reads a buffer."""
@@ -625,7 +627,7 @@ class QuantLinear(nn.Module):
         except CheckpointError as problem:
             error_msgs.append(f"{prefix.rstrip('.') or 'the layer'}: {problem}")
             return
-        given, problem = {}, self._tag().disagreement(saved)
+        given, problem = {}, self.tag.disagreement(saved)
         if not problem:
             given = {buffer.tensor: (buffer, state_dict[prefix + buffer.tensor]) for buffer in saved.buffers}
             problem = self._misfit(given, saved.loaded)

@@ -398,7 +398,7 @@ def test_bits_of_another_devices_layout_are_repacked():
     """As between CPU and GPU: here the foreign layout is that of the checkpoint."""
     layer, patterns = filled(dtype=torch.float32)
     x = inputs(layer, 3)
-    tag = layer._tag()
+    tag = layer.tag
     foreign, state = [], layer.state_dict()
     for buffer in tag.buffers:
         binding = next(b for b in layer.scheme.layouts["autoawq"].bindings if b.tensor == buffer.tensor)

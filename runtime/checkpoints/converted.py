@@ -33,10 +33,10 @@ def settings() -> dict[str, Any]:
     return {"quant_method": METHOD, "format": FORMAT}
 
 
-def guarded(module: str, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a quantized module by full name, from its state_dict."""
-    named = {f"{module}.{name}": tensor for name, tensor in state.items()}
-    return {f"{module}.{GUARD}": torch.empty(0, dtype=torch.uint8), **named}
+def guard(module: str, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What is stored of a quantized module beside its own tensors, which are those of `state`, by full name."""
+    name = f"{module}.{GUARD}"
+    return {} if name in state else {name: torch.empty(0, dtype=torch.uint8)}
 
 
 def metadata(tags: Iterable[Tag]) -> dict[str, str]:
@@ -73,8 +73,9 @@ def _choice(name: str, module: Module, stored: Headers, read: Read) -> Choice:
         raise CheckpointError(f"the saved layer has {tag.meaning[0]}, the model's {needed}")
     scheme = parsed(tag.text, tag.scheme.partition("(")[0], tuple(tag.params.items()))
     held = [buffer.tensor for buffer in tag.buffers]
-    bias = any(scheme.tensor(each).role == "bias" for each in held)
-    if bias != module.bias:
+    optional = {t.name for t in scheme.tensors if t.role == "bias" and t.optional}  # others are part of the weight
+    bias = not optional.isdisjoint(held)
+    if optional and bias != module.bias:
         saved, model = ("with a bias", "none") if bias else ("without a bias", "one")
         raise CheckpointError(f"the layer was saved {saved}, and the model has {model}")
     tensors = parts(name, (*held, EXTRA), stored)
