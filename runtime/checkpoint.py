@@ -1,4 +1,4 @@
-"""load_quantized: a quantized checkpoint into a model whose nn.Linears it replaces.
+"""load_quantized: a quantized checkpoint, or a float one and a scheme, into a model whose nn.Linears it replaces.
 
 Everything that can be wrong is looked for first, in file headers alone: every tensor of the checkpoint must find its
 place and every module its tensors.  Then the quantized layers are made and filled beside the model, and only when all
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,12 @@ import torch
 from torch import nn
 
 from qdsl.diagnostic import CheckpointError, Error
-from qdsl.runtime.checkpoints import FORMATS, Choice, Module, Plan
+from qdsl.runtime.checkpoints import FORMATS, Choice, Module, Plan, floats
+from qdsl.runtime.checkpoints.floats import Wish
 from qdsl.runtime.linear import QuantLinear
 from qdsl.runtime.resolve import check_layer, misfits, resolved
-from qdsl.runtime.stored import Stored, opened, some
+from qdsl.runtime.stored import Stored, opened, opened_floats, some
+from qdsl.scheme import Scheme
 
 # Stored by some tools, derived by every model that uses them.
 _DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -32,9 +34,10 @@ _LISTED = 8  # parameters that are in no file, of which each has a line
 def load_quantized(
     model: nn.Module, directory: str | Path, *, device: torch.device | str | None = None,
     dtype: torch.dtype | None = None, compile: str = "auto", batch_invariant: bool = False, phase: str = "",
-    settings: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None, scheme: str | Path | Scheme | None = None,
+    params: Mapping[str, Any] | None = None, skip: Sequence[str] | None = None,
 ) -> nn.Module:  # fmt: skip
-    """Load a quantized checkpoint into a model of its architecture; returns the model.
+    """Load a quantized checkpoint into a model of its architecture, or quantize a float one; returns the model.
 
     model      such as AutoModelForCausalLM.from_config(config); its weights are replaced, so they may be on "meta"
     directory  config and safetensors as the quantizing tool wrote them, or a GGUF file
@@ -43,13 +46,17 @@ def load_quantized(
     compile    as for QuantLinear, and so is `batch_invariant`
     phase      the role of this copy of the model, such as "prefill" or "decode", for layers whose scheme has phases
     settings   in place of those that the checkpoint has, where it is labelled wrong: {"checkpoint_format": "gptq_v2"}
+    scheme     of a float checkpoint: its linears are quantized one by one, by the scheme's `quantize` block
+    params     the scheme's parameters, such as {"group": 64}; that of activations is the layers' `dtype`
+    skip       linears that stay as they are: names, last components of names, or modules around them.  By default the
+               head alone; an empty list leaves none out
 
-    Linears that the checkpoint stores quantized become `QuantLinear`s, every other parameter is loaded as it is.  A tied
-    head stays tied unless the checkpoint stores it quantized.  Raises CheckpointError, listing all that is wrong and
+    Linears that the checkpoint stores quantized, or of which the scheme makes codes, become `QuantLinear`s; every other
+    parameter is loaded as it is.  A tied head stays tied unless it is one of them.  Raises CheckpointError, listing all that is wrong and
     naming file and tensor, before the model changes.
     """
     directory = Path(directory)
-    found = examine(model, directory, phase, settings)
+    found = examine(model, directory, phase, settings, wish(model, scheme, params, skip))
     for notice in found.notices:
         warnings.warn(f"{directory}: {notice}", stacklevel=2)
     problems, layers = [*found.problems, *_without_memory(model, found.dense)], {}
@@ -62,11 +69,32 @@ def load_quantized(
             problems.append(f"{name}: {problem}")
     if problems:
         raise CheckpointError(f"{directory} can't be loaded:\n" + "\n".join(f"- {problem}" for problem in problems))
-    for name in _progress(choices, "loading quantized layers"):
+    for name in _progress(choices, "loading quantized layers" if scheme is None else "quantizing layers"):
         _fill(layers[name], name, choices[name], files)
     values = {key: _floats(source, found) for key, (_, source) in found.dense.items()}
     _install(model, layers, found.dense, values, device, dtype)
     return model
+
+
+def wish(
+    model: nn.Module, scheme: str | Path | Scheme | None, params: Mapping[str, Any] | None, skip: Sequence[str] | None
+) -> Wish | None:
+    """What `load_quantized` is asked to make of floats; None when it is not."""
+    if scheme is None:
+        for name, value in (("params", params), ("skip", skip)):
+            if value is not None:
+                raise CheckpointError(f"{name} says how to quantize a float checkpoint, and no scheme is given")
+        return None
+    if "act" in (params or {}):
+        raise CheckpointError("params: `act` is the layers' dtype, so give `dtype`, or leave it to the model")
+    return Wish(resolved(scheme, params or {}, None), heads(model) if skip is None else tuple(skip))
+
+
+def heads(model: nn.Module) -> tuple[str, ...]:
+    """The linears that make logits, which tools leave as they are."""
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    return tuple(name for name, m in linears.items() if m is output or name.rpartition(".")[2] == "lm_head")
 
 
 # ---- what a checkpoint holds for a model -------------------------------------------------------------------------
@@ -91,16 +119,26 @@ class Examination:
 
 
 def examine(
-    model: nn.Module, directory: Path, phase: str = "", settings: Mapping[str, Any] | None = None
-) -> Examination:
+    model: nn.Module, directory: Path, phase: str = "", settings: Mapping[str, Any] | None = None,
+    asked: Wish | None = None,
+) -> Examination:  # fmt: skip
     """Match a checkpoint with a model, whose parameters may be on the meta device; makes no layer and reads no weights.
 
-    Raises CheckpointError where files or settings can't be read at all.
+    asked   what to make of a checkpoint of floats
+
+    Raises CheckpointError where files or settings can't be read at all, or are not of the kind that was asked for.
     """
-    config, source, method, files = opened(directory, settings or {})
     modules = {name: _module(m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    config: Mapping[str, Any] = {}
+    if asked is not None:
+        source, method, files = opened_floats(directory, settings or {})
+    else:
+        config, source, method, files = opened(directory, settings or {})
     try:
-        plan = FORMATS[method](config, modules, files.headers, files.__getitem__)
+        if asked is not None:
+            plan = floats.plan(asked, modules, _weights(model, files.headers), files.headers, phase)
+        else:
+            plan = FORMATS[method](config, modules, files.headers, files.__getitem__)
     except CheckpointError as problem:  # a setting of the wrong type, or a file that can't be read after all
         raise CheckpointError(f"{directory} can't be loaded:\n- {source}: {problem}") from None
     problems = [_placed(problem, source, files) for problem in plan.problems]
@@ -177,6 +215,12 @@ def _dense(
         known[0]: (tensors[key], next((name for name in known if name in stored), known[0]))
         for key, known in names.items()
     }
+
+
+def _weights(model: nn.Module, stored: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """The stored name of every linear's weight."""
+    names = {id(tensor): source for tensor, source in _dense(model, {}, stored).values()}
+    return {name: names[id(m.weight)] for name, m in model.named_modules() if isinstance(m, nn.Linear)}
 
 
 def _floats(source: str, found: Examination) -> torch.Tensor:
@@ -267,6 +311,8 @@ def _misfits(name: str, module: Module, choice: Choice, files: Stored, phase: st
         check_layer(scheme, module.n, module.k, choice.bias, role)
     except Error as problem:
         return [str(problem)]
+    if not choice.layout:
+        return floats.misfits(name, module, choice, files.headers)
     storage = scheme.layouts[choice.layout]
     others = {**choice.given, **{short: made.header for short, made in choice.made.items()}}
     headers = _Renamed(files.headers, name, choice, others)
@@ -302,11 +348,15 @@ def _phase(choice: Choice, phase: str) -> str:
 
 def _fill(layer: QuantLinear, name: str, choice: Choice, files: Stored) -> None:
     try:
+        if not choice.layout:
+            given = {short: files[full] for full, short in choice.tensors.items()}
+            layer.quantize(given["weight"], given.get("bias"))
+            return
         stored = _Renamed(files, name, replace(choice, leading={}), {})
         own = {full.removeprefix(f"{name}."): stored[full] for full in stored} if choice.made else {}
         made = {short: made.make(own) for short, made in choice.made.items()}
         layer.load(_Renamed(files, name, choice, {**choice.given, **made}), f"{name}.", choice.layout)
-    except (CheckpointError, ValueError) as problem:
+    except (Error, ValueError) as problem:
         raise CheckpointError(f"{_where(choice, files)}: {name}: {problem}") from None
 
 

@@ -1,4 +1,4 @@
-"""The exact weight behind a layer's buffers: kernel layout -> bit patterns -> float64."""
+"""The exact weight behind a layer's buffers: kernel layout -> bit patterns -> float64; and bit patterns out of floats."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
+from qdsl import reference
+from qdsl.diagnostic import Error
 from qdsl.manifest import Buffer
 from qdsl.reference import bands, decode_weight, in_band
 from qdsl.runtime.buffer import inputs_of, unpacked
@@ -42,3 +44,25 @@ def rounded(scheme: Scheme, given: Mapping[str, np.ndarray], n: int, k: int, kin
 
 def _band(scheme: Scheme, given: Mapping[str, np.ndarray], rows: slice) -> dict[str, np.ndarray]:
     return {t.name: given[t.name][in_band(t, rows)] for t in scheme.weight.loaded}
+
+
+def quantized(scheme: Scheme, floats: torch.Tensor) -> dict[str, np.ndarray]:
+    """Bit patterns of every weight tensor, from a float weight [n, k] of any torch type, by the scheme's `quantize` block.
+
+    Raises Error where a number is not finite, or a scale beyond its type.
+    """
+    if not torch.isfinite(floats).all():
+        at = (~torch.isfinite(floats)).nonzero()[0].tolist()
+        raise Error(f"the weight is {floats[tuple(at)].item()} at {at}; only finite numbers can be quantized")
+    floats = floats if floats.dtype == torch.float64 else floats.float()  # exact, and a type that numpy has
+    found = reference.quantize(scheme, floats.cpu().numpy())
+    for name, patterns in found.items():
+        kind = scheme.tensor(name).dtype
+        if kind.is_float and scheme.tensor(name).role != "code":
+            wrong = ~np.isfinite(kind.decode(patterns))
+            if wrong.any():
+                at = np.argwhere(wrong)[0].tolist()
+                raise Error(
+                    f"{scheme.bound}: `{name}` at {at} is beyond {kind}; it needs a wider type, or smaller weights"
+                )
+    return found

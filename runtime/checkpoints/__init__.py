@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from qdsl.scheme import Scheme
+
 Headers = Mapping[str, torch.Tensor]  # of all stored tensors, on the meta device
 Read = Callable[[str], torch.Tensor]  # the numbers of a stored tensor
 
@@ -44,6 +46,8 @@ class Made:
 class Choice:
     """How one module is stored.
 
+    scheme    a shipped name, or a scheme with its parameters
+    layout    empty where floats are stored, of which the scheme's `quantize` block makes codes
     tensors   full stored name -> the name that the layout uses
     leading   for stored tensors that are padded: the shape of the part that means something
     given     tensors that the format implies and does not store
@@ -52,7 +56,7 @@ class Choice:
     why       what decided, in a few words
     """
 
-    scheme: str
+    scheme: str | Scheme
     params: Mapping[str, Any]
     layout: str
     bias: bool
