@@ -94,6 +94,16 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("checkpoint", type=Path, metavar="CKPT", help="a directory with config and safetensors")
     p.add_argument("--json", action="store_true", help="print the table as JSON")
 
+    p = command("convert", _convert, "repack a checkpoint for a target's kernels, once")
+    p.add_argument(
+        "checkpoint", type=Path, metavar="CKPT", help="a directory with config and safetensors, or a GGUF file"
+    )
+    p.add_argument("-o", "--out", type=Path, required=True, metavar="OUT", help="the directory to make; while it is not "
+                   "whole it is called OUT.partial, and the same command goes on with it")  # fmt: skip
+    p.add_argument("--target", choices=("cpu", "cuda"), default="cpu")
+    p.add_argument("-arch", "--arch", metavar="ARCH", help="sm_80, sm_90a, x86-64-v3, … (default: of this machine)")
+    p.add_argument("--phase", default="", metavar="NAME", help="of schemes that have several (default: the first)")
+
     p = command("verify", _verify, "run compiled kernels against the float64 reference")
     p.add_argument("schemes", nargs="+", metavar="SCHEME", help="a .q file or a shipped scheme's name")
     _param_argument(p)
@@ -314,6 +324,17 @@ def _inspect(args: argparse.Namespace) -> int:
     found = inspect(args.checkpoint)
     print(found.to_json() if args.json else found)
     return 1 if found.problems else 0
+
+
+def _convert(args: argparse.Namespace) -> int:
+    from qdsl.codegen.target import target
+
+    if args.arch:
+        target(args.target, args.arch)  # what is wrong here should not wait for torch
+    from qdsl.runtime.conversion import convert
+
+    print(convert(args.checkpoint, args.out, kind=args.target, arch=args.arch, phase=args.phase))
+    return 0
 
 
 def _describe(scheme: qdsl.Scheme) -> str:

@@ -191,12 +191,13 @@ class Layout:
     def _pack_run(self, x: np.ndarray, run: Run, lanes: tuple[Lane, ...], extent: dict[str, int]) -> np.ndarray:
         out = np.zeros((*x.shape[: x.ndim - len(lanes)], self._run_words(run, extent)), self._word_type)
         values = self._lane_values(run, lanes, extent)
+        kind = np.result_type(x.dtype, self._word_type).type  # wide enough for both, and no wider: x may be large
         for position, offset, width, low in self._fields(run, extent):
-            element = (x[(..., *values[position])].astype(np.uint64) >> np.uint64(low)) & np.uint64((1 << width) - 1)
+            element = (x[(..., *values[position])] >> x.dtype.type(low)).astype(kind) & kind((1 << width) - 1)
             word, shift = divmod(offset, self.word)
-            out[..., word] |= ((element << np.uint64(shift)) & np.uint64((1 << self.word) - 1)).astype(self._word_type)
+            out[..., word] |= (element << kind(shift)).astype(self._word_type)  # what leaves the word is in the next
             if shift + width > self.word:
-                out[..., word + 1] |= (element >> np.uint64(self.word - shift)).astype(self._word_type)
+                out[..., word + 1] |= (element >> kind(self.word - shift)).astype(self._word_type)
         return out
 
     def _unpack_runs(self, x: np.ndarray, runs: tuple[Run, ...], extent: dict[str, int]) -> np.ndarray:

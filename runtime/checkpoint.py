@@ -18,12 +18,15 @@ import torch
 from torch import nn
 
 from qdsl.diagnostic import CheckpointError, Error
-from qdsl.runtime.checkpoints import FORMATS, Choice, Module, Plan, floats
-from qdsl.runtime.checkpoints.floats import Wish
+from qdsl.order import Inputs
+from qdsl.runtime.buffer import stored_shape, torch_type
+from qdsl.runtime.checkpoints import FORMATS, Choice, Module, Plan, unquantized
+from qdsl.runtime.checkpoints.unquantized import Wish
 from qdsl.runtime.linear import QuantLinear
-from qdsl.runtime.resolve import check_layer, misfits, resolved
+from qdsl.runtime.resolve import check_layer, free_names, kept_tensors, misfits, resolved
+from qdsl.runtime.state import Tag
 from qdsl.runtime.stored import Stored, opened, opened_floats, some
-from qdsl.scheme import Scheme
+from qdsl.scheme import Scheme, Tensor
 
 # Stored by some tools, derived by every model that uses them.
 _DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -59,21 +62,40 @@ def load_quantized(
     found = examine(model, directory, phase, settings, wish(model, scheme, params, skip))
     for notice in found.notices:
         warnings.warn(f"{directory}: {notice}", stacklevel=2)
-    problems, layers = [*found.problems, *_without_memory(model, found.dense)], {}
-    choices, files = found.plan.choices, found.files
-    for name, choice in () if problems else choices.items():
-        options = {"compile": compile, "batch_invariant": batch_invariant, "phase": _phase(choice, phase)}
-        try:
-            layers[name] = _layer(model.get_submodule(name), choice, device, dtype, options)
-        except (Error, TypeError) as problem:
-            problems.append(f"{name}: {problem}")
+    refuse(directory, [*found.problems, *_without_memory(model, found.dense)])
+    options = {"compile": compile, "batch_invariant": batch_invariant, "phase": phase}
+    layers = empty_layers(model, directory, found, device, dtype, options)
+    for name in progress(layers, "loading quantized layers" if scheme is None else "quantizing layers"):
+        layers[name] = filled(layers[name], name, found, dtype or model.get_submodule(name).weight.dtype)
+    values = {}
+    for key, (old, source) in found.dense.items():  # one by one, so that no two copies of all of them are there
+        place, kind = _home(old, device, dtype)
+        values[key] = floats(source, found).to(place, kind)
+    _install(model, layers, found.dense, values, device)
+    return model
+
+
+def refuse(directory: Path, problems: Sequence[str]) -> None:
+    """Raise CheckpointError with all problems, if there are any."""
     if problems:
         raise CheckpointError(f"{directory} can't be loaded:\n" + "\n".join(f"- {problem}" for problem in problems))
-    for name in _progress(choices, "loading quantized layers" if scheme is None else "quantizing layers"):
-        _fill(layers[name], name, choices[name], files)
-    values = {key: _floats(source, found) for key, (_, source) in found.dense.items()}
-    _install(model, layers, found.dense, values, device, dtype)
-    return model
+
+
+def empty_layers(
+    model: nn.Module, directory: Path, found: Examination, device: torch.device | str | None,
+    dtype: torch.dtype | None, options: Mapping[str, Any],
+) -> dict[str, QuantLinear]:  # fmt: skip
+    """Layers without numbers for every quantized module, made beside the model; raises CheckpointError with all that
+    is wrong.  `options` are those of QuantLinear's constructor."""
+    layers, problems = {}, []
+    for name, choice in found.plan.choices.items():
+        own = {**options, "phase": _phase(choice, options["phase"])}
+        try:
+            layers[name] = _layer(model.get_submodule(name), choice, device, dtype, own)
+        except (Error, TypeError) as problem:
+            problems.append(f"{name}: {problem}")
+    refuse(directory, problems)
+    return layers
 
 
 def wish(
@@ -136,7 +158,7 @@ def examine(
         config, source, method, files = opened(directory, settings or {})
     try:
         if asked is not None:
-            plan = floats.plan(asked, modules, _weights(model, files.headers), files.headers, phase)
+            plan = unquantized.plan(asked, modules, _weights(model, files.headers), files.headers, phase)
         else:
             plan = FORMATS[method](config, modules, files.headers, files.__getitem__)
     except CheckpointError as problem:  # a setting of the wrong type, or a file that can't be read after all
@@ -223,8 +245,8 @@ def _weights(model: nn.Module, stored: Mapping[str, torch.Tensor]) -> dict[str, 
     return {name: names[id(m.weight)] for name, m in model.named_modules() if isinstance(m, nn.Linear)}
 
 
-def _floats(source: str, found: Examination) -> torch.Tensor:
-    """A stored tensor as the model holds it."""
+def floats(source: str, found: Examination) -> torch.Tensor:
+    """The numbers of a dense tensor by its stored name, in the type they are stored in."""
     made = found.plan.dense.get(source)
     return found.files[source] if made is None else made.make({name: found.files[name] for name in made.sources})
 
@@ -311,8 +333,10 @@ def _misfits(name: str, module: Module, choice: Choice, files: Stored, phase: st
         check_layer(scheme, module.n, module.k, choice.bias, role)
     except Error as problem:
         return [str(problem)]
+    if choice.tag is not None:
+        return _unlike_tag(name, scheme, module, choice.tag, kept_tensors(scheme, choice.bias, role), files)
     if not choice.layout:
-        return floats.misfits(name, module, choice, files.headers)
+        return unquantized.misfits(name, module, choice, files.headers)
     storage = scheme.layouts[choice.layout]
     others = {**choice.given, **{short: made.header for short, made in choice.made.items()}}
     headers = _Renamed(files.headers, name, choice, others)
@@ -326,6 +350,32 @@ def _misfits(name: str, module: Module, choice: Choice, files: Stored, phase: st
     return [*map(str, found), *surplus]
 
 
+def _unlike_tag(
+    name: str, scheme: Scheme, module: Module, tag: Tag, wanted: Mapping[str, Tensor], files: Stored
+) -> list[str]:
+    """What keeps a module's saved tensors from being those of its tag, or those that the layer needs."""
+    saved = {b.tensor: b for b in tag.buffers}
+    problems = [
+        f"`{each}` was not saved; save the model in the phase it is used in" for each in wanted if each not in saved
+    ]
+    problems += [f"`{each}` was saved, but a layer in this phase has none" for each in saved if each not in wanted]
+    sizes = {"e": 1, "m": 1, "n": module.n, "k": module.k}
+    for each, buffer in saved.items():
+        header = files.headers.get(f"{name}.{each}")
+        if header is None:
+            problems.append(f"`{name}.{each}` is missing, though its tag is there")
+            continue
+        needed = list(header.shape)
+        if each in wanted and not free_names({each: wanted[each]}) and not (buffer.order and buffer.order.index):
+            shape = wanted[each].shape(sizes, scheme)  # the other shapes depend on numbers
+            needed = list(stored_shape(buffer, wanted[each], shape, Inputs(module.k)))
+        if list(header.shape) != needed or header.dtype != torch_type(buffer):
+            problems.append(
+                f"`{name}.{each}` is {list(header.shape)} {header.dtype}, its tag says {needed} {buffer.dtype}"
+            )
+    return problems
+
+
 def _where(choice: Choice, files: Stored) -> str:
     """The files that hold a module."""
     return ", ".join(sorted({files.file[stored].name for stored in choice.tensors if stored in files.file}))
@@ -335,28 +385,33 @@ def _where(choice: Choice, files: Stored) -> str:
 def _layer(old: nn.Module, choice: Choice, device, dtype, options: Mapping[str, Any]) -> QuantLinear:
     """An empty layer for a module; raises what the layer's constructor does."""
     assert isinstance(old, nn.Linear), "plans name linears of the model"
-    place = torch.device(device) if device is not None else old.weight.device
+    place, kind = _home(old.weight, device, dtype)
+    if choice.tag is not None:
+        kind = None  # as it was saved; `filled` casts it
     return QuantLinear(
-        choice.scheme, old.in_features, old.out_features, choice.bias, "cpu" if place.type == "meta" else place,
-        dtype or old.weight.dtype, **options, **choice.params,
-    )  # fmt: skip
+        choice.scheme, old.in_features, old.out_features, choice.bias, place, kind, **options, **choice.params
+    )
 
 
 def _phase(choice: Choice, phase: str) -> str:
     return phase if resolved(choice.scheme, choice.params, None).phases else ""
 
 
-def _fill(layer: QuantLinear, name: str, choice: Choice, files: Stored) -> None:
+def filled(layer: QuantLinear, name: str, found: Examination, dtype: torch.dtype) -> QuantLinear:
+    """The layer, which now has the numbers of a module; `dtype` is the type of its activations."""
+    choice, files = found.plan.choices[name], found.files
     try:
+        if choice.tag is not None:  # cloned: the memory of a reader is not aligned as kernels want it
+            layer.load_state_dict({short: files[full].clone() for full, short in choice.tensors.items()})
+            return layer.to(dtype)
         if not choice.layout:
             given = {short: files[full] for full, short in choice.tensors.items()}
-            layer.quantize(given["weight"], given.get("bias"))
-            return
+            return layer.quantize(given["weight"], given.get("bias"))
         stored = _Renamed(files, name, replace(choice, leading={}), {})
         own = {full.removeprefix(f"{name}."): stored[full] for full in stored} if choice.made else {}
         made = {short: made.make(own) for short, made in choice.made.items()}
-        layer.load(_Renamed(files, name, choice, {**choice.given, **made}), f"{name}.", choice.layout)
-    except (Error, ValueError) as problem:
+        return layer.load(_Renamed(files, name, choice, {**choice.given, **made}), f"{name}.", choice.layout)
+    except (Error, RuntimeError, TypeError, ValueError) as problem:
         raise CheckpointError(f"{_where(choice, files)}: {name}: {problem}") from None
 
 
@@ -389,23 +444,27 @@ class _Renamed(Mapping[str, torch.Tensor]):
         return len({**self.stored, **self.others})
 
 
+def _home(
+    old: torch.Tensor, device: torch.device | str | None, dtype: torch.dtype | None
+) -> tuple[torch.device, torch.dtype]:
+    """Where the value of a dense tensor goes, and in what type."""
+    kind = dtype if dtype is not None and old.is_floating_point() else old.dtype
+    return torch.device(device) if device is not None else torch.device("cpu") if old.is_meta else old.device, kind
+
+
 def _install(
     model: nn.Module, layers: Mapping[str, QuantLinear], dense: Mapping[str, tuple[torch.Tensor, str]],
-    values: Mapping[str, torch.Tensor], device, dtype,
+    values: Mapping[str, torch.Tensor], device: torch.device | str | None,
 ) -> None:  # fmt: skip
     """Change the model, at last."""
     for name, layer in layers.items():
-        parent, _, last = name.rpartition(".")
-        layer.train(model.get_submodule(name).training)
-        setattr(model.get_submodule(parent), last, layer)
+        put(model, name, layer)
     new: dict[int, torch.Tensor] = {}
     for name, (old, _) in dense.items():
-        kind = dtype if dtype is not None and old.is_floating_point() else old.dtype
-        place = torch.device(device) if device is not None else torch.device("cpu") if old.is_meta else old.device
-        if place == old.device and kind == old.dtype:
-            old.data.copy_(values[name])
+        value = values[name]
+        if value.device == old.device and value.dtype == old.dtype:
+            old.data.copy_(value)
             continue
-        value = values[name].to(place, kind)
         new[id(old)] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
     for module in model.modules():
         tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -417,7 +476,14 @@ def _install(
         model.to(device)  # buffers that no checkpoint holds
 
 
-def _progress(names: Iterable[str], what: str) -> Iterable[str]:
+def put(model: nn.Module, name: str, layer: nn.Module) -> None:
+    """Put a layer in the place of a module of the model."""
+    parent, _, last = name.rpartition(".")
+    layer.train(model.get_submodule(name).training)
+    setattr(model.get_submodule(parent), last, layer)
+
+
+def progress(names: Iterable[str], what: str) -> Iterable[str]:
     """The names, with a bar when going through them takes longer than a second."""
     try:
         from tqdm.auto import tqdm

@@ -53,11 +53,9 @@ from qdsl.runtime.resolve import (
     resolved,
     with_dtype,
 )
-from qdsl.runtime.state import Tag, tag
+from qdsl.runtime.state import EXTRA, Tag, tag
 from qdsl.runtime.weight import quantized
 from qdsl.scheme import Binding, Scheme, Storage, Tensor
-
-_EXTRA = "_extra_state"  # torch's name for what get_extra_state returns
 
 
 class QuantLinear(nn.Module):
@@ -524,6 +522,7 @@ class QuantLinear(nn.Module):
             if declared.role == "bias":
                 own = bias.cpu()
                 if self._follows(declared) and repack.format_of(own.dtype) is not None:
+                    own = repack.tensor_of(repack.bits_of(own), own.dtype)  # memory of its own, aligned
                     given[name] = plain_buffer(declared, spelled(own.dtype)), own
                 else:
                     given[name] = self._packed(name, declared.dtype.encode(own.double().numpy()))
@@ -586,6 +585,24 @@ class QuantLinear(nn.Module):
     def _tag(self) -> Tag:
         return tag(self.scheme, self.out_features, self.in_features, self.manifest.kind, self._held, self._loaded)
 
+    def state_for(self, buffers: Sequence[Buffer], kind: str) -> dict[str, torch.Tensor]:
+        """The state_dict of the layer as kernels of another target take it, on the CPU.
+
+        buffers   how those kernels take tensors (`qdsl.compilation.kernel_buffers`)
+        kind      the kind of their device, "cpu" or "cuda"
+        """
+        wanted = {b.tensor: b for b in buffers}
+        held = {name: own if self._follows(self._wanted[name]) else wanted[name] for name, own in self._held.items()}
+        state = {
+            name: repacked(
+                self._buffers[name], own, held[name], self._wanted[name], self._shape(name), self._inputs,
+                torch.device("cpu"),
+            )
+            for name, own in self._held.items()
+        }  # fmt: skip
+        told = tag(self.scheme, self.out_features, self.in_features, kind, held, self._loaded)
+        return {**state, EXTRA: told.to_tensor()}
+
     def get_extra_state(self) -> torch.Tensor:
         """What the buffers of a state_dict mean, as bytes (`qdsl.runtime.state`)."""
         return self._tag().to_tensor()
@@ -598,19 +615,19 @@ class QuantLinear(nn.Module):
     ) -> None:
         """Take saved buffers, repacked if they are in the layout of another device; a tag that disagrees is an error."""
         names = {name: prefix + name for name in self._wanted}
-        missing = [key for key in (*names.values(), prefix + _EXTRA) if key not in state_dict]
-        known = {*names.values(), prefix + _EXTRA}
+        missing = [key for key in (*names.values(), prefix + EXTRA) if key not in state_dict]
+        known = {*names.values(), prefix + EXTRA}
         if strict:
             missing_keys += missing
             unexpected_keys += [key for key in state_dict if key.startswith(prefix) and key not in known]
         if missing:
-            if len(missing) == 1 and missing[0].endswith(_EXTRA):
+            if len(missing) == 1 and missing[0].endswith(EXTRA):
                 error_msgs.append(
                     f"{missing[0]} is missing: without it nobody knows the layout of the buffers beside it"
                 )
             return
         try:
-            saved = Tag.from_tensor(state_dict[prefix + _EXTRA])
+            saved = Tag.from_tensor(state_dict[prefix + EXTRA])
         except CheckpointError as problem:
             error_msgs.append(f"{prefix.rstrip('.') or 'the layer'}: {problem}")
             return

@@ -274,8 +274,14 @@ def patterns_of(
         _check_range(fields, stored, declared, name)
     shift = constant(_with(binding.value, 0.0))
     slope = (constant(_with(binding.value, 1.0)) or 0.0) - (shift or 0.0)
-    value = fields.astype(np.int64) * round(slope) + round(shift or 0.0)
-    return (value & declared.dtype.mask).astype(declared.dtype.storage)
+    kind = declared.dtype.storage
+    value = fields.astype(kind, copy=False)
+    with np.errstate(over="ignore"):  # sums and products wrap: modulo 2^bits they are right
+        if round(slope) != 1:
+            value = value * kind.type(round(slope) & ((1 << 8 * kind.itemsize) - 1))
+        if shift:
+            value = value + kind.type(round(shift) & ((1 << 8 * kind.itemsize) - 1))
+        return value & kind.type(declared.dtype.mask)
 
 
 def words_of(binding: Binding, declared: Tensor, patterns: np.ndarray) -> np.ndarray:

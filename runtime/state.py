@@ -18,6 +18,7 @@ from qdsl.manifest import Buffer, buffer_from_json, plain_params
 from qdsl.scheme import Scheme
 
 FORMAT = 2
+EXTRA = "_extra_state"  # torch's name for what `get_extra_state` returns
 
 
 @dataclass(frozen=True)

@@ -140,7 +140,9 @@ def method_of(config: Mapping[str, Any], source: str) -> str:
 
 # ---- the files ---------------------------------------------------------------------------------------------------
 class StoredTensors(Mapping[str, torch.Tensor]):
-    """The tensors of a checkpoint's safetensors files, read one by one when asked for.
+    """The tensors of a checkpoint's safetensors files, read one by one when asked for, each into memory of its own.
+
+    Files are not mapped: what has been read of a mapped file stays in the process beside what was made of it.
 
     headers   name -> tensor on the meta device, for shape and type
     file      name -> the file it lies in
@@ -187,7 +189,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         path = self.file[name]
         try:
             if path not in self._opened:
-                self._opened[path] = safetensors.safe_open(path, "pt")
+                self._opened[path] = safetensors.safe_open(path, "pt", backend="pread")
             return self._opened[path].get_tensor(name)
         except (safetensors.SafetensorError, OSError) as problem:
             raise CheckpointError(f"{path}: `{name}` can't be read ({problem})") from None

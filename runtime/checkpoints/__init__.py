@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from qdsl.runtime.state import Tag
 from qdsl.scheme import Scheme
 
 Headers = Mapping[str, torch.Tensor]  # of all stored tensors, on the meta device
@@ -54,6 +55,7 @@ class Choice:
     made      tensors that are stored in another form than the layout's
     unread    full names of stored tensors that say nothing more: constants and shapes that were checked
     why       what decided, in a few words
+    tag       of a module that qdsl saved in kernel layout: what its tensors hold; there is no `layout` then
     """
 
     scheme: str | Scheme
@@ -66,6 +68,7 @@ class Choice:
     made: Mapping[str, Made] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
     why: str = ""
+    tag: Tag | None = None
 
 
 @dataclass
@@ -93,6 +96,7 @@ from qdsl.runtime.checkpoints import (  # noqa: E402  (the formats need the clas
     awq,
     bitsandbytes,
     compressed_tensors,
+    converted,
     fp8,
     gguf,
     gptq,
@@ -115,6 +119,7 @@ FORMATS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Module], Headers, R
     "modelslim": modelslim.plan,
     "bitsandbytes": bitsandbytes.plan,
     "gguf": gguf.plan,
+    "qdsl": converted.plan,
 }
 # Formats of one file with its settings in it, by its ending: the format's name, and what opens it.
 FILES = {".gguf": ("gguf", gguf.GgufTensors)}
