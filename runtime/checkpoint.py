@@ -150,7 +150,7 @@ def examine(
 
     Raises CheckpointError where files or settings can't be read at all, or are not of the kind that was asked for.
     """
-    modules = {name: _module(m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    modules = linears(model)
     config: Mapping[str, Any] = {}
     if asked is not None:
         source, method, files = opened_floats(directory, settings or {})
@@ -214,8 +214,10 @@ def _placed(problem: str, source: str, files: Stored) -> str:
     return f"{', '.join(sorted(about)) or source}: {problem}"
 
 
-def _module(linear: nn.Linear) -> Module:
-    return Module(linear.out_features, linear.in_features, linear.bias is not None)
+def linears(model: nn.Module) -> dict[str, Module]:
+    """The linear layers of a model by name."""
+    found = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    return {name: Module(m.out_features, m.in_features, m.bias is not None) for name, m in found.items()}
 
 
 def _dense(

@@ -490,6 +490,7 @@ class QuantLinear(nn.Module):
 
     def _take(self, given: Mapping[str, tuple[Buffer, torch.Tensor]]) -> None:
         """Give the layer all its numbers."""
+        given = {name: given[name] for name in self._wanted}  # in declared order, wherever they come from
         device = torch.device("cpu") if self.device.type == "meta" else self.device
         self._settle(self.scheme, device, given, loaded=True)
 
@@ -516,16 +517,18 @@ class QuantLinear(nn.Module):
                 f"{self.scheme.bound}: the layer needs a weight {list(needed)} with{'' if self._has_bias else 'out'} a bias, "
                 f"not {list(weight.shape)} with{'' if bias is not None else 'out'} one"
             )
-        patterns = quantized(self.scheme, weight)
-        given = {name: self._packed(name, p) for name, p in patterns.items()}
+        patterns, given = quantized(self.scheme, weight), {}
         for name, declared in self._wanted.items():
-            if declared.role == "bias":
-                own = bias.cpu()
-                if self._follows(declared) and repack.format_of(own.dtype) is not None:
-                    own = repack.tensor_of(repack.bits_of(own), own.dtype)  # memory of its own, aligned
-                    given[name] = plain_buffer(declared, spelled(own.dtype)), own
-                else:
-                    given[name] = self._packed(name, declared.dtype.encode(own.double().numpy()))
+            if name in patterns:
+                given[name] = self._packed(name, patterns[name])
+            elif (
+                self._follows(declared) and repack.format_of(bias.dtype) is not None
+            ):  # kept as it is, in memory of its own
+                given[name] = (
+                    plain_buffer(declared, spelled(bias.dtype)), repack.tensor_of(repack.bits_of(bias), bias.dtype)
+                )  # fmt: skip
+            else:
+                given[name] = self._packed(name, declared.dtype.encode(bias.double().cpu().numpy()))
         self._take(given)
         return self
 
