@@ -104,6 +104,16 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("-arch", "--arch", metavar="ARCH", help="sm_80, sm_90a, x86-64-v3, … (default: of this machine)")
     p.add_argument("--phase", default="", metavar="NAME", help="of schemes that have several (default: the first)")
 
+    p = command("quantize", _quantize, "quantize a checkpoint of floats by a scheme's `quantize` block")
+    p.add_argument("checkpoint", type=Path, metavar="MODEL", help="a directory with config.json and safetensors")
+    p.add_argument("--scheme", required=True, metavar="SCHEME", help="a .q file or a shipped scheme's name")
+    _param_argument(p)
+    p.add_argument("-o", "--out", type=Path, required=True, metavar="OUT", help="the directory to make; while it is not "
+                   "whole it is called OUT.partial, and the same command goes on with it")  # fmt: skip
+    p.add_argument("--layout", metavar="NAME", help="of the scheme (default: its first that other readers know)")
+    p.add_argument("--skip", metavar="NAME,…", help="linear layers that stay floats, by their names, the last parts of "
+                   "these, or modules around them (default: the head)")  # fmt: skip
+
     p = command("verify", _verify, "run compiled kernels against the float64 reference")
     p.add_argument("schemes", nargs="+", metavar="SCHEME", help="a .q file or a shipped scheme's name")
     _param_argument(p)
@@ -334,6 +344,15 @@ def _convert(args: argparse.Namespace) -> int:
     from qdsl.runtime.conversion import convert
 
     print(convert(args.checkpoint, args.out, kind=args.target, arch=args.arch, phase=args.phase))
+    return 0
+
+
+def _quantize(args: argparse.Namespace) -> int:
+    scheme = qdsl.load(args.scheme, **dict(args.params))  # what is wrong here should not wait for torch
+    from qdsl.runtime.quantization import quantize
+
+    skip = None if args.skip is None else [name for name in args.skip.split(",") if name]
+    print(quantize(args.checkpoint, args.out, scheme, layout=args.layout, skip=skip))
     return 0
 
 

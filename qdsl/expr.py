@@ -226,7 +226,8 @@ def divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Real division with 0/0 = 0, so that a group of zeros quantizes to zeros."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where((a == 0) & (b == 0), 0.0, a / b)
+        zero = b == 0
+        return np.where(zero & (a == 0), 0.0, a / b) if zero.any() else a / b
 
 
 _BINARY: dict[str, Callable] = {

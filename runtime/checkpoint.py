@@ -1,4 +1,4 @@
-"""load_quantized: a quantized checkpoint into a model whose nn.Linears it replaces.
+"""load_quantized: a quantized checkpoint, or a float one and a scheme, into a model whose nn.Linears it replaces.
 
 Everything that can be wrong is looked for first, in file headers alone: every tensor of the checkpoint must find its
 place and every module its tensors.  Then the quantized layers are made and filled beside the model, and only when all
@@ -20,11 +20,12 @@ from torch import nn
 from qdsl.diagnostic import CheckpointError, Error
 from qdsl.order import Inputs
 from qdsl.runtime.buffer import stored_shape, torch_type
-from qdsl.runtime.checkpoints import FORMATS, Choice, Module, Plan
+from qdsl.runtime.checkpoints import FORMATS, Choice, Module, Plan, unquantized
+from qdsl.runtime.checkpoints.unquantized import Wish
 from qdsl.runtime.linear import QuantLinear
 from qdsl.runtime.resolve import check_layer, free_names, kept_tensors, misfits, resolved
 from qdsl.runtime.state import Tag
-from qdsl.runtime.stored import Stored, opened, some
+from qdsl.runtime.stored import Stored, opened, opened_floats, some
 from qdsl.scheme import Scheme, Tensor
 
 # Stored by some tools, derived by every model that uses them.
@@ -36,9 +37,10 @@ _LISTED = 8  # parameters that are in no file, of which each has a line
 def load_quantized(
     model: nn.Module, directory: str | Path, *, device: torch.device | str | None = None,
     dtype: torch.dtype | None = None, compile: str = "auto", batch_invariant: bool = False, phase: str = "",
-    settings: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None, scheme: str | Path | Scheme | None = None,
+    params: Mapping[str, Any] | None = None, skip: Sequence[str] | None = None,
 ) -> nn.Module:  # fmt: skip
-    """Load a quantized checkpoint into a model of its architecture; returns the model.
+    """Load a quantized checkpoint into a model of its architecture, or quantize a float one; returns the model.
 
     model      such as AutoModelForCausalLM.from_config(config); its weights are replaced, so they may be on "meta"
     directory  config and safetensors as the quantizing tool wrote them, or a GGUF file
@@ -47,19 +49,23 @@ def load_quantized(
     compile    as for QuantLinear, and so is `batch_invariant`
     phase      the role of this copy of the model, such as "prefill" or "decode", for layers whose scheme has phases
     settings   in place of those that the checkpoint has, where it is labelled wrong: {"checkpoint_format": "gptq_v2"}
+    scheme     of a float checkpoint: its linears are quantized one by one, by the scheme's `quantize` block
+    params     the scheme's parameters, such as {"group": 64}; that of activations is the layers' `dtype`
+    skip       linears that stay as they are: names, last components of names, or modules around them.  By default the
+               head alone; an empty list leaves none out
 
-    Linears that the checkpoint stores quantized become `QuantLinear`s, every other parameter is loaded as it is.  A tied
-    head stays tied unless the checkpoint stores it quantized.  Raises CheckpointError, listing all that is wrong and
+    Linears that the checkpoint stores quantized, or of which the scheme makes codes, become `QuantLinear`s; every other
+    parameter is loaded as it is.  A tied head stays tied unless it is one of them.  Raises CheckpointError, listing all that is wrong and
     naming file and tensor, before the model changes.
     """
     directory = Path(directory)
-    found = examine(model, directory, phase, settings)
+    found = examine(model, directory, phase, settings, wish(model, scheme, params, skip))
     for notice in found.notices:
         warnings.warn(f"{directory}: {notice}", stacklevel=2)
     refuse(directory, [*found.problems, *_without_memory(model, found.dense)])
     options = {"compile": compile, "batch_invariant": batch_invariant, "phase": phase}
     layers = empty_layers(model, directory, found, device, dtype, options)
-    for name in progress(layers, "loading quantized layers"):
+    for name in progress(layers, "loading quantized layers" if scheme is None else "quantizing layers"):
         layers[name] = filled(layers[name], name, found, dtype or model.get_submodule(name).weight.dtype)
     values = {}
     for key, (old, source) in found.dense.items():  # one by one, so that no two copies of all of them are there
@@ -91,6 +97,27 @@ def empty_layers(
     return layers
 
 
+def wish(
+    model: nn.Module, scheme: str | Path | Scheme | None, params: Mapping[str, Any] | None, skip: Sequence[str] | None
+) -> Wish | None:
+    """What `load_quantized` is asked to make of floats; None when it is not."""
+    if scheme is None:
+        for name, value in (("params", params), ("skip", skip)):
+            if value is not None:
+                raise CheckpointError(f"{name} says how to quantize a float checkpoint, and no scheme is given")
+        return None
+    if "act" in (params or {}):
+        raise CheckpointError("params: `act` is the layers' dtype, so give `dtype`, or leave it to the model")
+    return Wish(resolved(scheme, params or {}, None), heads(model) if skip is None else tuple(skip))
+
+
+def heads(model: nn.Module) -> tuple[str, ...]:
+    """The linears that make logits, which tools leave as they are."""
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    return tuple(name for name, m in linears.items() if m is output or name.rpartition(".")[2] == "lm_head")
+
+
 # ---- what a checkpoint holds for a model -------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Examination:
@@ -113,16 +140,26 @@ class Examination:
 
 
 def examine(
-    model: nn.Module, directory: Path, phase: str = "", settings: Mapping[str, Any] | None = None
-) -> Examination:
+    model: nn.Module, directory: Path, phase: str = "", settings: Mapping[str, Any] | None = None,
+    asked: Wish | None = None,
+) -> Examination:  # fmt: skip
     """Match a checkpoint with a model, whose parameters may be on the meta device; makes no layer and reads no weights.
 
-    Raises CheckpointError where files or settings can't be read at all.
+    asked   what to make of a checkpoint of floats
+
+    Raises CheckpointError where files or settings can't be read at all, or are not of the kind that was asked for.
     """
-    config, source, method, files = opened(directory, settings or {})
-    modules = {name: _module(m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    modules = linears(model)
+    config: Mapping[str, Any] = {}
+    if asked is not None:
+        source, method, files = opened_floats(directory, settings or {})
+    else:
+        config, source, method, files = opened(directory, settings or {})
     try:
-        plan = FORMATS[method](config, modules, files.headers, files.__getitem__)
+        if asked is not None:
+            plan = unquantized.plan(asked, modules, _weights(model, files.headers), files.headers, phase)
+        else:
+            plan = FORMATS[method](config, modules, files.headers, files.__getitem__)
     except CheckpointError as problem:  # a setting of the wrong type, or a file that can't be read after all
         raise CheckpointError(f"{directory} can't be loaded:\n- {source}: {problem}") from None
     problems = [_placed(problem, source, files) for problem in plan.problems]
@@ -176,8 +213,10 @@ def _placed(problem: str, source: str, files: Stored) -> str:
     return f"{', '.join(sorted(about)) or source}: {problem}"
 
 
-def _module(linear: nn.Linear) -> Module:
-    return Module(linear.out_features, linear.in_features, linear.bias is not None)
+def linears(model: nn.Module) -> dict[str, Module]:
+    """The linear layers of a model by name."""
+    found = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    return {name: Module(m.out_features, m.in_features, m.bias is not None) for name, m in found.items()}
 
 
 def _dense(
@@ -199,6 +238,12 @@ def _dense(
         known[0]: (tensors[key], next((name for name in known if name in stored), known[0]))
         for key, known in names.items()
     }
+
+
+def _weights(model: nn.Module, stored: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """The stored name of every linear's weight."""
+    names = {id(tensor): source for tensor, source in _dense(model, {}, stored).values()}
+    return {name: names[id(m.weight)] for name, m in model.named_modules() if isinstance(m, nn.Linear)}
 
 
 def floats(source: str, found: Examination) -> torch.Tensor:
@@ -291,6 +336,8 @@ def _misfits(name: str, module: Module, choice: Choice, files: Stored, phase: st
         return [str(problem)]
     if choice.tag is not None:
         return _unlike_tag(name, scheme, module, choice.tag, kept_tensors(scheme, choice.bias, role), files)
+    if not choice.layout:
+        return unquantized.misfits(name, module, choice, files.headers)
     storage = scheme.layouts[choice.layout]
     others = {**choice.given, **{short: made.header for short, made in choice.made.items()}}
     headers = _Renamed(files.headers, name, choice, others)
@@ -368,11 +415,14 @@ def filled(layer: QuantLinear, name: str, found: Examination, dtype: torch.dtype
         if choice.tag is not None:  # cloned: the memory of a reader is not aligned as kernels want it
             layer.load_state_dict({short: files[full].clone() for full, short in choice.tensors.items()})
             return layer.to(dtype)
+        if not choice.layout:
+            given = {short: files[full] for full, short in choice.tensors.items()}
+            return layer.quantize(given["weight"], given.get("bias"))
         stored = _Renamed(files, name, replace(choice, leading={}), {})
         own = {full.removeprefix(f"{name}."): stored[full] for full in stored} if choice.made else {}
         made = {short: made.make(own) for short, made in choice.made.items()}
         return layer.load(_Renamed(files, name, choice, {**choice.given, **made}), f"{name}.", choice.layout)
-    except (CheckpointError, RuntimeError, TypeError, ValueError) as problem:
+    except (Error, RuntimeError, TypeError, ValueError) as problem:
         raise CheckpointError(f"{_where(choice, files)}: {name}: {problem}") from None
 
 

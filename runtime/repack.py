@@ -319,7 +319,7 @@ def write(
             name = prefix + (expert_name(binding.source, e) if binding.per_expert else binding.source)
             words = words_of(binding, declared, part)
             if storage.record is None:
-                result[name] = tensor_of(words, _stored_type(binding.stored))
+                result[name] = tensor_of(words, stored_type(binding.stored))
             else:
                 records.setdefault(name, []).append((binding, words))
     for name, parts in records.items():
@@ -328,7 +328,8 @@ def write(
     return result
 
 
-def _stored_type(stored: DType) -> torch.dtype:
+def stored_type(stored: DType) -> torch.dtype:
+    """The torch type of a stored tensor of a format; bytes where torch has none."""
     small = getattr(torch, _SMALL.get(stored.name, ""), torch.uint8)
     return _FLOATS.get(stored.name) or _INTEGERS.get(stored.name) or small
 

@@ -57,8 +57,42 @@ def opened(path: Path, changes: Mapping[str, Any]) -> tuple[Mapping[str, Any], s
     return config, source, method_of(config, source), StoredTensors(path)
 
 
+def opened_floats(path: Path, changes: Mapping[str, Any]) -> tuple[str, str, Stored]:
+    """(the name of the settings' file, "float", the tensors) of a directory whose tensors no tool has quantized.
+
+    Raises CheckpointError where they are quantized already, or can't be read.
+    """
+    instead = "leave out `scheme` to load it, or quantize the float checkpoint that it was made from"
+    if path.is_file():
+        raise CheckpointError(
+            f"{path}: a file with types of its own for its tensors, and a scheme was asked for; {instead}"
+        )
+    if changes:
+        raise CheckpointError(
+            f"{path}: settings are of quantized checkpoints, and a scheme was asked for; leave one out"
+        )
+    if found := _settings(path):
+        config, source = found
+        method = config.get("quant_method") or unnamed(config, source) or "a method that it does not name"
+        raise CheckpointError(
+            f"{path}: quantized already, by {method} ({source}), and a scheme was asked for; {instead}"
+        )
+    return "config.json", "float", StoredTensors(path)
+
+
 # ---- the settings -------------------------------------------------------------------------------------------
 def read_config(directory: Path) -> tuple[dict[str, Any], str]:
+    """(quantization settings, the file they are in); raises CheckpointError without any."""
+    if found := _settings(directory):
+        return found
+    raise CheckpointError(
+        f"{directory}: no quantization settings in config.json (quantization_config, compression_config), "
+        f"{', '.join(SETTINGS[:-1])} or {SETTINGS[-1]}; is this a quantized checkpoint? A float one needs `scheme`, by which "
+        "it is quantized"
+    )
+
+
+def _settings(directory: Path) -> tuple[dict[str, Any], str] | None:
     """(quantization settings, the file they are in); the first place that has them counts."""
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such checkpoint directory")
@@ -76,10 +110,7 @@ def read_config(directory: Path) -> tuple[dict[str, Any], str]:
     for name in SETTINGS:
         if found := _json(directory / name):
             return dict(found), name
-    raise CheckpointError(
-        f"{directory}: no quantization settings in config.json (quantization_config, compression_config), "
-        f"{', '.join(SETTINGS[:-1])} or {SETTINGS[-1]}; is this a quantized checkpoint?"
-    )
+    return None
 
 
 def _json(path: Path) -> dict[str, Any]:

@@ -571,7 +571,7 @@ def test_quantizing_a_float_layer(name):
 
 
 def test_schemes_that_need_calibration_say_so():
-    with pytest.raises(qdsl.Error, match=r"must be calibrated|no quantize block"):
+    with pytest.raises(qdsl.Error, match=r"must be calibrated|no `quantize` block"):
         QuantLinear.from_float(nn.Linear(128, 64), "w8a8_static")
 
 

@@ -47,6 +47,8 @@ class Made:
 class Choice:
     """How one module is stored.
 
+    scheme    a shipped name, or a scheme with its parameters
+    layout    empty where floats are stored, of which the scheme's `quantize` block makes codes
     tensors   full stored name -> the name that the layout uses
     leading   for stored tensors that are padded: the shape of the part that means something
     given     tensors that the format implies and does not store
