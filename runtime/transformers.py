@@ -5,6 +5,7 @@
 
     from qdsl.runtime.transformers import QdslConfig
     model = AutoModelForCausalLM.from_pretrained("an-awq-model", quantization_config=QdslConfig())
+    model = AutoModelForCausalLM.from_pretrained("a-float-model", quantization_config=QdslConfig("awq4", group=64))
 
 transformers builds the model on the meta device, then reads and places what is dense.  What is quantized is found and
 loaded as `load_quantized` does it: before anything is read the whole checkpoint is matched with the model, and at the end
@@ -15,44 +16,63 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from torch import nn
 from transformers import modeling_utils
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from qdsl.runtime.checkpoint import empty_layer, empty_layers, examine, filled, progress, put, refuse
+from qdsl.runtime.checkpoint import empty_layer, empty_layers, examine, filled, progress, put, refuse, wish
 from qdsl.runtime.checkpoints import converted
 from qdsl.runtime.linear import QuantLinear
+from qdsl.scheme import Scheme
+
+OLDEST = "5.12"  # what it calls here, older ones call in other ways
+if Version(transformers.__version__) < Version(OLDEST):
+    raise ImportError(
+        f"qdsl.runtime.transformers needs transformers {OLDEST} or newer, and {transformers.__version__} is installed; "
+        "load_quantized works with any"
+    )
 
 __all__ = ["QdslConfig", "QdslQuantizer"]
 
 
 @register_quantization_config(converted.METHOD)
 class QdslConfig(QuantizationConfigMixin):
-    """Read a checkpoint of any format that `load_quantized` reads, whatever `quant_method` its config.json names.
+    """Read a checkpoint as `load_quantized` does, whatever `quant_method` its config.json names.
 
     compile           "auto" compiles kernels that are not found, "never" raises with the command to run instead
     batch_invariant   whether the bits of a row may not depend on the other rows, as for QuantLinear
     phase             the model's role where a scheme has phases, such as "prefill"
     settings          in place of the quantization settings that the checkpoint has, where it is labelled wrong
+    scheme            of a float checkpoint: its linears are quantized as they are loaded, except those that `skip` names
+    params            the scheme's parameters, which may be given by name as well: QdslConfig(scheme="awq4", group=64)
 
-    These are choices of this load: `save_pretrained` writes none of them.
+    These are choices of this load: `save_pretrained` writes none of them, but what has come of them.
     """
 
     def __init__(
-        self, compile: str = "auto", batch_invariant: bool = False, phase: str = "",
-        settings: Mapping[str, Any] | None = None, **stated: Any,
+        self, scheme: str | Path | Scheme | None = None, params: Mapping[str, Any] | None = None,
+        skip: Sequence[str] | None = None, compile: str = "auto", batch_invariant: bool = False, phase: str = "",
+        settings: Mapping[str, Any] | None = None, **more: Any,
     ):  # fmt: skip
-        known = converted.settings()
-        if unknown := sorted(stated.keys() - known.keys()):
-            raise TypeError(f"QdslConfig has no {', '.join(f'`{name}`' for name in unknown)}")
+        for name, stated in converted.settings().items():  # of a config.json
+            if more.pop(name, stated) != stated:
+                raise ValueError(f"quantization_config: {name} is {stated!r} in what this version of qdsl reads")
+        if more and scheme is None:
+            raise TypeError(
+                f"QdslConfig has no {', '.join(f'`{name}`' for name in more)}; a scheme's parameters need a scheme"
+            )
         self.quant_method = converted.METHOD
+        self.scheme, self.skip = scheme, skip
+        self.params = None if scheme is None else {**(params or {}), **more}
         self.compile, self.batch_invariant, self.phase = compile, batch_invariant, phase
         self.settings = dict(settings or {})
 
@@ -70,6 +90,9 @@ class QdslQuantizer(HfQuantizer):
     """What transformers asks while it loads and saves a model."""
 
     quantization_config: QdslConfig
+
+    def __init__(self, quantization_config: QdslConfig, **options: Any):
+        super().__init__(quantization_config, **{**options, "pre_quantized": True})  # of what transformers itself loads
 
     def validate_environment(self, device_map: Any = None, **_: Any) -> None:
         places = {str(place) for place in device_map.values()} if isinstance(device_map, Mapping) else set()
@@ -95,7 +118,8 @@ class QdslQuantizer(HfQuantizer):
         self.directory = Path(checkpoint_files[0]).parent
         config = self.quantization_config
         with _tied(model):
-            self.found = examine(model, self.directory, config.phase, config.settings)
+            asked = wish(model, config.scheme, config.params, config.skip)
+            self.found = examine(model, self.directory, config.phase, config.settings, asked)
         for notice in self.found.notices:
             warnings.warn(f"{self.directory}: {notice}", stacklevel=2)
         refuse(self.directory, self.found.problems)
@@ -111,7 +135,10 @@ class QdslQuantizer(HfQuantizer):
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
         """Put a layer into every room."""
         found, options = self.found, self.quantization_config.options
-        for name in progress(self.replaced, "loading quantized layers"):
+        for name in progress(
+            self.replaced,
+            "loading quantized layers" if self.quantization_config.scheme is None else "quantizing layers",
+        ):
             old, device = self.replaced[name], model.get_submodule(name).room.device
             layer = empty_layer(old, found.plan.choices[name], device, None, options)
             put(model, name, filled(layer, name, found, old.weight.dtype))
