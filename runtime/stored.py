@@ -201,6 +201,14 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         return len(self.headers)
 
 
+def weights_file(directory: Path) -> Path:
+    """The file by which a checkpoint's tensors are found: the index, or the one that holds them all.
+
+    Raises CheckpointError where there is none, or several might be meant.
+    """
+    return _index(directory) or _single(directory)
+
+
 def _index(directory: Path) -> Path | None:
     """The index of a checkpoint in several files: under its usual name, or the one there is."""
     if (path := directory / INDEX).is_file():

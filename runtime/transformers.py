@@ -17,7 +17,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,9 +29,11 @@ from transformers import modeling_utils
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
+from qdsl.diagnostic import CheckpointError
 from qdsl.runtime.checkpoint import empty_layer, empty_layers, examine, filled, progress, put, refuse, wish
 from qdsl.runtime.checkpoints import converted
 from qdsl.runtime.linear import QuantLinear
+from qdsl.runtime.stored import weights_file
 from qdsl.scheme import Scheme
 
 OLDEST = "5.12"  # what it calls here, older ones call in other ways
@@ -117,7 +119,7 @@ class QdslQuantizer(HfQuantizer):
             raise ValueError("tensor parallelism of transformers can't slice quantized layers; leave out tp_plan")
         self.directory = Path(checkpoint_files[0]).parent
         config = self.quantization_config
-        with _tied(model):
+        with _usual_defaults(), _tied(model):
             asked = wish(model, config.scheme, config.params, config.skip)
             self.found = examine(model, self.directory, config.phase, config.settings, asked)
         for notice in self.found.notices:
@@ -187,6 +189,18 @@ def _layers(model: nn.Module) -> Iterator[tuple[str, QuantLinear]]:
 
 
 @contextmanager
+def _usual_defaults() -> Iterator[None]:
+    """torch's own device and type for new tensors: transformers has others while it builds a model."""
+    kind = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(kind)
+
+
+@contextmanager
 def _tied(model: nn.Module) -> Iterator[None]:
     """The model with its tied parameters the same objects, which they are not while transformers loads it."""
     own = {}
@@ -207,9 +221,15 @@ _get_hf_quantizer = modeling_utils.get_hf_quantizer
 
 
 def _ours_first(config: Any, quantization_config: Any, *args: Any, **options: Any) -> Any:
-    """As transformers' own, which refuses a configuration of another format than config.json names: a QdslConfig reads
-    the settings of the directory itself."""
+    """As transformers' own, which refuses a configuration of another format than config.json names, and files of other
+    names than its own: with a QdslConfig they are found as `load_quantized` finds them."""
     if isinstance(quantization_config, QdslConfig):
+        directory = Path(getattr(config, "_name_or_path", ""))
+        if directory.is_dir() and not hasattr(config, "transformers_weights"):
+            with suppress(
+                CheckpointError
+            ):  # in a subfolder perhaps; transformers looks there, or says that there are none
+                config.transformers_weights = weights_file(directory).name
         for part in (config, config.get_text_config(decoder=True)):
             if getattr(part, "quantization_config", None) is not None:
                 del part.quantization_config
