@@ -342,7 +342,9 @@ def _convert(args: argparse.Namespace) -> int:
     if args.arch:
         target(args.target, args.arch)  # what is wrong here should not wait for torch
     from qdsl.runtime.conversion import convert
+    from qdsl.runtime.writing import give_memory_back
 
+    give_memory_back()
     print(convert(args.checkpoint, args.out, kind=args.target, arch=args.arch, phase=args.phase))
     return 0
 
@@ -350,7 +352,9 @@ def _convert(args: argparse.Namespace) -> int:
 def _quantize(args: argparse.Namespace) -> int:
     scheme = qdsl.load(args.scheme, **dict(args.params))  # what is wrong here should not wait for torch
     from qdsl.runtime.quantization import quantize
+    from qdsl.runtime.writing import give_memory_back
 
+    give_memory_back()
     skip = None if args.skip is None else [name for name in args.skip.split(",") if name]
     print(quantize(args.checkpoint, args.out, scheme, layout=args.layout, skip=skip))
     return 0
