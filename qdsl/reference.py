@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import math
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
@@ -220,7 +221,7 @@ class _Quantizer:
         rows = bands(self.scheme, self.sizes["n"], self.sizes["e"] * self.sizes["k"], _BAND)
         if len(rows) == 1:
             return [compute(rows[0])]
-        with ThreadPoolExecutor() as threads:  # numpy holds no lock while it computes
+        with ThreadPoolExecutor(os.cpu_count()) as threads:  # numpy holds no lock while it computes
             return list(threads.map(compute, rows))
 
     def _axes(self, e: Expr, rows: slice) -> _Axes:

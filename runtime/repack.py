@@ -295,13 +295,18 @@ def words_of(binding: Binding, declared: Tensor, patterns: np.ndarray) -> np.nda
         return layout.pack(patterns)
     shift = round(constant(_with(binding.value, 0.0)) or 0.0)
     slope = round(constant(_with(binding.value, 1.0)) or 0.0) - shift
-    value = (patterns.astype(np.int64) - shift) * slope  # the slope is 1 or -1
-    if not is_packed(binding) and stored.kind == "int":  # sign bits fill the stored word
-        if declared.dtype.kind == "int":
-            value = declared.dtype.decode(value & declared.dtype.mask).astype(np.int64)
-        words = layout.pack(value & ((1 << layout.word) - 1))
-    else:
-        words = layout.pack((value & declared.dtype.mask).astype(declared.dtype.storage))
+    plain = not is_packed(binding) and stored.kind == "int"  # sign bits fill the stored word
+    kind = np.dtype(f"uint{layout.word}") if plain else declared.dtype.storage
+    value = patterns.astype(kind, copy=False)
+    if (shift, slope) != (0, 1):  # the slope is 1 or -1; modulo the bits of a word
+        whole = (1 << 8 * kind.itemsize) - 1
+        value = (value - kind.type(shift & whole)) * kind.type(slope & whole)
+    if declared.dtype.kind == "int" or not plain:
+        value = value & kind.type(declared.dtype.mask)
+    if plain and declared.dtype.kind == "int" and declared.dtype.bits < layout.word:
+        sign = kind.type(1 << (declared.dtype.bits - 1))
+        value = (value ^ sign) - sign
+    words = layout.pack(value)
     return words - words.dtype.type(binding.words % (1 << layout.word)) if binding.words else words
 
 
