@@ -16,9 +16,10 @@ from qdsl.manifest import Buffer
 from qdsl.runtime.artifact import best_arch, buffers_of
 from qdsl.runtime.checkpoint import empty_layers, examine, filled, floats, refuse, wish
 from qdsl.runtime.checkpoints import converted
+from qdsl.runtime.experts import parts_of
 from qdsl.runtime.inspection import empty_model
 from qdsl.runtime.state import EXTRA, Tag
-from qdsl.runtime.writing import PART, check_free, parts_of, sources, write
+from qdsl.runtime.writing import PART, check_free, in_files, sources, write
 from qdsl.scheme import Scheme
 
 
@@ -58,13 +59,15 @@ def convert(
     def tensors(name: str) -> Mapping[str, torch.Tensor]:
         if name not in layers:
             return {name: floats(found.dense[name][1], found)}
-        layer = filled(layers.pop(name), name, found, model.get_submodule(name).weight.dtype)
-        made = layer.scheme
-        if (made.text, made.bound) not in layouts:
-            layouts[made.text, made.bound] = buffers_of(made, kind, arch)
-        state = layer.state_for(layouts[made.text, made.bound], kind)
-        named = {f"{name}.{each}": tensor for each, tensor in state.items()}
-        return {**named, **converted.guard(name, named)}
+        layer = filled(layers.pop(name), name, found, next(model.get_submodule(name).parameters()).dtype)
+        named: dict[str, torch.Tensor] = {}
+        for prefix, own in parts_of(layer).items():
+            made = own.scheme
+            if (made.text, made.bound) not in layouts:
+                layouts[made.text, made.bound] = buffers_of(made, kind, arch)
+            state = own.state_for(layouts[made.text, made.bound], kind)
+            named |= {f"{name}.{prefix}{each}": tensor for each, tensor in state.items()}
+        return {**named, **converted.guard(f"{name}.{layer.replaces}", named)}
 
     journal = {
         "compiler": compiler_fingerprint(), "source": sources(found), "kind": kind, "arch": arch, "phase": phase,
@@ -72,7 +75,7 @@ def convert(
         "skip": asked and list(asked.skip),
     }  # fmt: skip
     return write(
-        out, home, parts_of(model, found, part), tensors, converted.settings(), journal=journal,
+        out, home, in_files(model, found, part), tensors, converted.settings(), journal=journal,
         what=f"converting for {kind} {arch}", metadata=_metadata,
     )  # fmt: skip
 

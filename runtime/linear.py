@@ -78,6 +78,8 @@ class QuantLinear(nn.Module):
     The layer has no numbers until `load`, `load_state_dict` or `quantize`, and refuses to run before.
     """
 
+    replaces = "weight"  # the first parameter of an nn.Linear, in whose place it stands
+
     def __init__(
         self, scheme: str | Path | Scheme, in_features: int, out_features: int, bias: bool = False,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None, *,
@@ -271,7 +273,8 @@ class QuantLinear(nn.Module):
 
         loaded   whether they hold weights
         """
-        kernel = self._kernel_for(scheme, device)
+        bound = bool(self._keys) and scheme is self.scheme and device == self.device
+        kernel = self.kernel if bound else self._kernel_for(scheme, device)
         inputs = inputs_of(scheme, given, self.in_features) if loaded else Inputs(self.in_features)
         # Tensors with such extents are held element by element, in their own shape.
         free = self._free_extents({name: tensor.shape for name, (_, tensor) in given.items()}, loaded)

@@ -29,9 +29,11 @@ from transformers import modeling_utils
 from transformers.quantizers import HfQuantizer, register_quantization_config, register_quantizer
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from qdsl.diagnostic import CheckpointError
+from qdsl.diagnostic import CheckpointError, Error
 from qdsl.runtime.checkpoint import empty_layer, empty_layers, examine, filled, progress, put, refuse, wish
 from qdsl.runtime.checkpoints import converted
+from qdsl.runtime.checkpoints.experts import spellings
+from qdsl.runtime.experts import QuantExperts, parts_of
 from qdsl.runtime.linear import QuantLinear
 from qdsl.runtime.stored import weights_file
 from qdsl.scheme import Scheme
@@ -131,7 +133,8 @@ class QdslQuantizer(HfQuantizer):
             put(model, name, Room(sum(buffer.nbytes for buffer in layer.buffers())))
         for name in [n for n in model.all_tied_weights_keys if n.rpartition(".")[0] in layers]:
             del model.all_tied_weights_keys[name]  # a head that is stored quantized is not tied
-        ours = [*(rf"^{re.escape(name)}\." for name in layers), *(f"^{re.escape(n)}$" for n in self.found.plan.skipped)]
+        around = {spelling for name in layers for spelling in spellings(name)}
+        ours = [*(rf"^{re.escape(name)}\." for name in around), *(f"^{re.escape(n)}$" for n in self.found.plan.skipped)]
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ours}
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
@@ -142,12 +145,17 @@ class QdslQuantizer(HfQuantizer):
             "loading quantized layers" if self.quantization_config.scheme is None else "quantizing layers",
         ):
             old, device = self.replaced[name], model.get_submodule(name).room.device
-            layer = empty_layer(old, found.plan.choices[name], device, None, options)
-            put(model, name, filled(layer, name, found, old.weight.dtype))
+            layer = empty_layer(name, old, found, device, None, options)
+            put(model, name, filled(layer, name, found, next(old.parameters()).dtype))
         del self.found, self.replaced, model._keys_to_ignore_on_load_unexpected  # back to the class's own
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
-        for name, layer in _layers(model):
+        layers = _layers(model)
+        if experts := [name for name, layer in layers.items() if isinstance(layer, QuantExperts)]:
+            raise Error(
+                f"{experts[0]}: experts stay quantized; load_quantized leaves the checkpoint's floats as they are"
+            )
+        for name, layer in layers.items():
             dense = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, "meta", dtype)
             dense.weight = nn.Parameter(layer.dequantize(dtype), requires_grad=False)
             if layer.bias is not None:
@@ -157,12 +165,10 @@ class QdslQuantizer(HfQuantizer):
 
     def get_state_dict_and_metadata(self, model: nn.Module) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         """What `save_pretrained` writes: the form of `qdsl convert`, in the layout of the device the model is on."""
-        layers = dict(_layers(model))
-        state = model.state_dict()
-        guards = [converted.guard(name, state) for name in layers]
-        return {**state, **{name: t for each in guards for name, t in each.items()}}, converted.metadata(
-            layer.tag for layer in layers.values()
-        )
+        state, layers = model.state_dict(), _layers(model)
+        for name, layer in layers.items():
+            state |= converted.guard(f"{name}.{layer.replaces}", state)
+        return state, converted.metadata(own.tag for layer in layers.values() for own in parts_of(layer).values())
 
     def is_serializable(self) -> bool:
         return True
@@ -184,8 +190,8 @@ class Room(nn.Module):
         self.register_buffer("room", torch.empty(size, dtype=torch.uint8, device="meta"), persistent=False)
 
 
-def _layers(model: nn.Module) -> Iterator[tuple[str, QuantLinear]]:
-    return ((name, m) for name, m in list(model.named_modules()) if isinstance(m, QuantLinear))
+def _layers(model: nn.Module) -> dict[str, QuantLinear | QuantExperts]:
+    return {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear | QuantExperts)}
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from qdsl.runtime.conversion import convert
 
 transformers = pytest.importorskip("transformers")
 
-AWQ = Path(__file__).parent / "data" / "awq_g128"
+WHOLE = {name: Path(__file__).parent / "data" / name for name in ("awq_g128", "awq_moe_mixtral_g64")}
 HIDDEN, INNER, VOCABULARY = 128, 256, 64
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": INNER,
@@ -201,19 +201,19 @@ def damage(directory: Path, rng: random.Random) -> tuple[str, str]:
     return f"byte {at} of {path.name} from {raw[at]} to {byte}", path.name
 
 
-SOURCES = ["awq_g128", "converted", *MADE, *([name for name in LOADED if name != "awq_g128"] if FIXTURES else [])]
+SOURCES = ["converted", *WHOLE, *MADE, *([name for name in LOADED if name not in WHOLE] if FIXTURES else [])]
 
 
 def whole_checkpoint(name: str, directory: Path) -> None:
     """Put one of the sources into a new directory."""
     if name == "converted":
-        convert(AWQ, directory)
+        convert(WHOLE["awq_g128"], directory)
         return
     directory.mkdir()
     if name in MADE:
         _write(name, directory)
         return
-    for path in sorted((AWQ if name == "awq_g128" else FIXTURES / name).iterdir()):
+    for path in sorted((WHOLE[name] if name in WHOLE else FIXTURES / name).iterdir()):
         beside = ("reference_dequant.safetensors", "PRODUCED_BY.json")
         if path.suffix in (".json", ".safetensors") and path.name not in beside:
             shutil.copy(path, directory)
