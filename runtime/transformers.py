@@ -147,6 +147,7 @@ class QdslQuantizer(HfQuantizer):
             old, device = self.replaced[name], model.get_submodule(name).room.device
             layer = empty_layer(name, old, found, device, None, options)
             put(model, name, filled(layer, name, found, next(old.parameters()).dtype))
+        model._weight_conversions = []  # or `save_pretrained` would give tensors the names of older models
         del self.found, self.replaced, model._keys_to_ignore_on_load_unexpected  # back to the class's own
 
     def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:

@@ -22,8 +22,10 @@ from qdsl.cli import main
 from qdsl.layout import Layout
 from qdsl.runtime import load_quantized, writing
 from qdsl.runtime.conversion import convert
+from qdsl.runtime.stack import QuantStack
 from qdsl.runtime.state import EXTRA, Tag
 
+MIXTRAL = AWQ.parent / "awq_moe_mixtral_g64"
 Q = f"{DOWN}.q"
 
 
@@ -136,12 +138,35 @@ def test_another_targets_layout_is_repacked(source, converted, tmp_path):
     assert main(["convert", str(source), "-o", str(tmp_path / "no"), "--arch", "z80"]) == 1
 
 
+@pytest.mark.parametrize(("kind", "arch"), [("cpu", None), ("cuda", "sm_80")])
+def test_experts_are_stacks(kind, arch, tmp_path):
+    out = convert(MIXTRAL, tmp_path / "out", kind=kind, arch=arch, part=1)
+    model = load_quantized(built(out), out)
+    assert same(model, load_quantized(built(MIXTRAL), MIXTRAL))
+    stacks = [name for name, m in model.named_modules() if isinstance(m, QuantStack)]
+    assert stacks and all(f"{name}.{EXTRA}" in stored(out) for name in stacks)
+    assert stored(out)["model.layers.0.mlp.experts.gate_up_proj"].numel() == 0
+    for damage, message in (
+        (lambda t: t.pop(f"{stacks[0]}.{EXTRA}"), "all experts of a layer are, or none"),
+        (lambda t: t.update({f"{stacks[0]}.q": t[f"{stacks[0]}.q"][1:].clone()}), "its tag says"),
+        (lambda t: t.pop(f"{stacks[0]}.s"), f"`{stacks[0]}.s` is missing, though its tag is there"),
+    ):
+        tensors = stored(out)
+        damage(tensors)
+        broken = tmp_path / "broken"
+        broken.mkdir(exist_ok=True)
+        shutil.copy(out / "config.json", broken)
+        save_file(tensors, broken / "model.safetensors")
+        with pytest.raises(qdsl.CheckpointError, match=message):
+            load_quantized(built(broken), broken)
+
+
 @needs_fixtures
 @pytest.mark.parametrize("kind", ["cpu", "cuda"])
 @pytest.mark.parametrize(
     "name",
     ["gptq_v1_sym_g64_descact", "ct_nvfp4", "ct_int8_w8a8_static_asym", "ct_mixed_w4_w8", "bnb_nf4_dq", "fp8_block128_ue8m0",
-     "ms_w8a8_bf16", "ms_w8a8_mix", "ms_w4a4_flatquant"],
+     "ms_w8a8_bf16", "ms_w8a8_mix", "ms_w4a4_flatquant", "gptq_moe_qwen3moe_g64"],
 )  # fmt: skip
 def test_every_kind_of_scheme(name, kind, tmp_path):
     directory = FIXTURES / name

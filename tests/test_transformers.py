@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from test_checkpoint import AWQ, DOWN, built, quantized
-from test_convert import same, stored
+from test_convert import MIXTRAL, same, stored
 from test_models import FIXTURES, needs_fixtures
 from torch import nn
 
@@ -101,6 +101,18 @@ def test_a_float_checkpoint_is_quantized_as_it_is_loaded(tmp_path):
     assert same(AutoModelForCausalLM.from_pretrained(tmp_path / "saved"), model)
 
 
+@pytest.mark.usefixtures("silent")
+def test_experts(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(MIXTRAL, quantization_config=QdslConfig())
+    right = load_quantized(built(MIXTRAL, model.dtype), MIXTRAL)
+    assert same(model, right) and torch.equal(logits(model), logits(right))
+    model.save_pretrained(tmp_path)
+    again = AutoModelForCausalLM.from_pretrained(tmp_path)
+    assert same(again, model) and torch.equal(logits(again), logits(model))
+    with pytest.raises(qdsl.Error, match="experts stay quantized"):
+        model.dequantize()
+
+
 def test_devices(converted):
     pytest.importorskip("accelerate")
     right = AutoModelForCausalLM.from_pretrained(converted)
@@ -122,7 +134,7 @@ def test_the_floats_of_a_quantized_model(converted):
 @pytest.mark.parametrize(
     "name",
     ["gptq_v1_sym_g64_descact", "ct_nvfp4a16", "ct_int8_w8a8_static_asym", "fp8_block128_ue8m0", "bnb_nf4_dq", "mo_fp8",
-     "ms_w8a8_bf16"],
+     "ms_w8a8_bf16", "gptq_moe_qwen3moe_g64"],
 )  # fmt: skip
 def test_every_format(name, tmp_path):
     directory = FIXTURES / name
