@@ -309,7 +309,7 @@ def test_a_tag_of_any_bytes_is_taken_or_refused(writable):
     _, tensors, save = writable
     right, rng, name = load_quantized(built(), save()), random.Random(1), f"{DOWN}.{EXTRA}"
     whole = tensors[name].clone()
-    for _ in range(20):
+    for _ in range(12):
         tensors[name] = whole.clone()
         tensors[name][rng.randrange(len(whole))] = rng.choice(b'0123456789"[]{},:xnullk')
         with contextlib.suppress(qdsl.CheckpointError):
@@ -370,7 +370,7 @@ print(json.dumps({"final": size, "load": load, "convert": conversion, "load conv
 
 def test_memory(tmp_path):
     """At most the final size and two of the largest layers, in 16 bits; conversion does not even hold the model."""
-    n, k, group = 1024, 6144, 128
+    n, k, group = 1024, 4096, 128
     layers = [(n, k), (k, n)] * 7
     for name, count in (("small", 1), ("large", len(layers))):
         directory = tmp_path / name

@@ -54,13 +54,14 @@ def plan(config: Mapping[str, Any], modules: Mapping[str, Module], stored: Heade
         return found
     guards = {name for name, header in stored.items() if header.dtype == torch.uint8 and not header.numel()}
     found.skipped |= guards
+    stacks = tuple(f"{module.stack}." for module in modules.values() if module.count)
     for name, module in modules.items():
         if f"{name}.{EXTRA}" in stored:
             try:
                 found.choices[name] = _choice(name, module, stored, read)
             except Error as problem:
                 found.problems.append(f"`{name}`: {problem}")
-        elif f"{name}.weight" in guards and not module.stack:
+        elif f"{name}.weight" in guards and not name.startswith(stacks):
             found.problems.append(
                 f"`{name}.{EXTRA}` is missing: without it nobody knows the layout of the tensors beside it"
             )
