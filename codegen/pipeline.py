@@ -71,6 +71,11 @@ def _plan_text(planned: Mapping[str, Plan]) -> str:
     return "\n".join(f"phase {phase}: {own}" if phase else str(own) for phase, own in planned.items())
 
 
+def buffers(scheme: Scheme, kind: str, arch: str) -> tuple[Buffer, ...]:
+    """How the kernels of an architecture take a scheme's tensors, without making the kernels."""
+    return _buffers(plans(scheme, find_target(kind, arch)))
+
+
 def _buffers(planned: Mapping[str, Plan]) -> tuple[Buffer, ...]:
     """Of all phases, each tensor once: what they share lies in one way."""
     return tuple({b.tensor: b for own in planned.values() for b in own.buffers}.values())

@@ -11,7 +11,7 @@ from pathlib import Path
 from qdsl import cache
 from qdsl.artifact import MANIFEST, Artifact, open_artifact
 from qdsl.diagnostic import Error, TargetError
-from qdsl.manifest import plain_params
+from qdsl.manifest import Buffer, plain_params
 from qdsl.scheme import Scheme
 
 
@@ -40,7 +40,22 @@ def compile_scheme(scheme: Scheme, kind: str, archs: tuple[str, ...], out: Path 
     return artifact if out is None else _copy(artifact, out)
 
 
-def _build(path: Path, scheme: Scheme, kind: str, archs: tuple[str, ...], digest: str, tools: dict[str, str]) -> None:
+def kernel_buffers(scheme: Scheme, kind: str, arch: str) -> tuple[Buffer, ...]:
+    """How the kernels of an architecture take a scheme's tensors: as a compiled artifact says, or the plan of one.
+
+    Nothing is built.  Raises TargetError where there is neither an artifact nor the compiler.
+    """
+    tools = toolchain(kind)
+    digest = cache.digest_of(scheme, kind, (arch,), tools)
+    if artifact := cache.find(cache.entry(scheme, (arch,), digest), digest):
+        return artifact.manifest.buffers[arch]
+    _require_compiler(scheme, kind, (arch,), tools)
+    from qdsl.codegen.pipeline import buffers
+
+    return buffers(scheme, kind, arch)
+
+
+def _require_compiler(scheme: Scheme, kind: str, archs: tuple[str, ...], tools: dict[str, str]) -> None:
     if tools["tvm"] == "absent":
         params = "".join(f" -P {k}={v}" for k, v in plain_params(scheme).items())
         command = f"qdsl compile {scheme.name}{params} --target {kind} {' '.join(f'--arch {a}' for a in archs)} -o DIR"
@@ -48,6 +63,10 @@ def _build(path: Path, scheme: Scheme, kind: str, archs: tuple[str, ...], digest
             f"{scheme.bound} is not compiled for {kind} {', '.join(archs)}, and the compiler (apache-tvm) is not installed here; "
             f"where it is, run `{command}`, and point QDSL_ARTIFACTS at DIR"
         )
+
+
+def _build(path: Path, scheme: Scheme, kind: str, archs: tuple[str, ...], digest: str, tools: dict[str, str]) -> None:
+    _require_compiler(scheme, kind, archs, tools)
     from qdsl.codegen.pipeline import compile_into
 
     shown = sys.stderr.isatty()

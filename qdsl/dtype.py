@@ -135,21 +135,35 @@ class DType:
                 return (_round_to(value, 8, -133).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
             if self.is_float:
                 return self._encode_small(value)
-            whole = np.rint(np.nan_to_num(value, nan=0.0, posinf=self.max, neginf=self.min))
-            return np.clip(whole, self.min, self.max).astype(np.int64).astype(self.storage) & self.mask
+            whole = np.rint(np.clip(value, self.min, self.max))
+            whole = np.where(np.isnan(whole), 0.0, whole).astype(np.int32 if self.bits < 32 else np.int64)
+            return whole.astype(self.storage) & self.mask
 
     def _encode_small(self, value: np.ndarray) -> np.ndarray:
+        code = self._code_by_arithmetic(value) if self.mantissa else self._code_by_search(value)
+        if self.signed:
+            code = code | (np.signbit(value).astype(np.int32) << (self.bits - 1))
+        elif self.name == "e8m0":
+            code = np.where(value <= 0, 0, code)
+        return np.where(np.isnan(value), self.nan_code or 0, code).astype(self.storage)
+
+    def _code_by_arithmetic(self, value: np.ndarray) -> np.ndarray:
+        """The nearest code, sign aside: how many of the smallest steps of its binade a value is, after the codes of the
+        binades below."""
+        size = np.minimum(np.abs(value), self.max)
+        lowest = 1 - self.bias
+        exponent = np.maximum((size.view(np.int64) >> 52) - 1023, lowest)
+        steps = np.rint(size * ((1023 + self.mantissa - exponent) << 52).view(np.float64))
+        return steps.astype(np.int32) + ((exponent - lowest) << self.mantissa).astype(np.int32)
+
+    def _code_by_search(self, value: np.ndarray) -> np.ndarray:
+        """The same for formats without a mantissa, where it is the exponent that decides a tie."""
         magnitudes = _magnitudes(self)  # ascending: the code of magnitudes[i] is i
         middle = (magnitudes[1:] + magnitudes[:-1]) / 2
         size = np.abs(np.nan_to_num(value, nan=0.0, posinf=self.max, neginf=-self.max))
         code = np.searchsorted(middle, size, side="left")
         tie = (code < len(middle)) & (size == middle[np.minimum(code, len(middle) - 1)])
-        code = np.where(tie & (code % 2 == 1), code + 1, code)
-        if self.signed:
-            code = code | (np.signbit(value).astype(np.int64) << (self.bits - 1))
-        elif self.name == "e8m0":
-            code = np.where(value <= 0, 0, code)
-        return np.where(np.isnan(value), self.nan_code or 0, code).astype(self.storage)
+        return np.where(tie & (code % 2 == 1), code + 1, code)
 
     @property
     def mask(self) -> int:

@@ -226,7 +226,8 @@ def divide(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Real division with 0/0 = 0, so that a group of zeros quantizes to zeros."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     with np.errstate(divide="ignore", invalid="ignore"):
-        return np.where((a == 0) & (b == 0), 0.0, a / b)
+        zero = b == 0
+        return np.where(zero & (a == 0), 0.0, a / b) if zero.any() else a / b
 
 
 _BINARY: dict[str, Callable] = {
@@ -245,30 +246,30 @@ def evaluate(e: Expr, look_up: Callable[[Expr], np.ndarray], reduce: Callable[[C
     `look_up` gives the value of a Ref, Item or Stored; `reduce` applies a reduction to the value of its argument.
     """
 
-    def value(node: Expr):
-        match node:
-            case Number():
-                return np.float64(node.value)
-            case Binary():
-                with np.errstate(invalid="ignore", over="ignore"):
-                    return _BINARY[node.op](value(node.left), value(node.right))
-            case Negate():
-                return -value(node.arg)
-            case Cast():
-                return node.dtype.round(value(node.arg))
-            case Call() if node.name in REDUCTIONS:
-                return reduce(node, value(node.args[0]))
-            case Call():
-                with np.errstate(all="ignore"):
-                    return FUNCTIONS[node.name][0](*map(value, node.args))
-            case Item() if node.args and not isinstance(node.args[0], Half | Digits):
-                table, position = look_up(Ref(node.name)), value(node.args[0]).astype(np.intp)
-                inside = (position >= 0) & (position < len(table))  # a code beyond the table means 0
-                return np.where(inside, table[np.where(inside, position, 0)], 0.0)
-            case _:
-                return look_up(node)
+    def value(child: Expr):
+        return evaluate(child, look_up, reduce)
 
-    return value(e)
+    match e:
+        case Number():
+            return np.float64(e.value)
+        case Binary():
+            with np.errstate(invalid="ignore", over="ignore"):
+                return _BINARY[e.op](value(e.left), value(e.right))
+        case Negate():
+            return -value(e.arg)
+        case Cast():
+            return e.dtype.round(value(e.arg))
+        case Call() if e.name in REDUCTIONS:
+            return reduce(e, value(e.args[0]))
+        case Call():
+            with np.errstate(all="ignore"):
+                return FUNCTIONS[e.name][0](*map(value, e.args))
+        case Item() if e.args and not isinstance(e.args[0], Half | Digits):
+            table, position = look_up(Ref(e.name)), value(e.args[0]).astype(np.intp)
+            inside = (position >= 0) & (position < len(table))  # a code beyond the table means 0
+            return np.where(inside, table[np.where(inside, position, 0)], 0.0)
+        case _:
+            return look_up(e)
 
 
 def constant(e: Expr) -> float | None:

@@ -6,10 +6,14 @@ name.  `linear` also returns an error bound derived from the declared types, so 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+import os
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
 
@@ -47,8 +51,7 @@ class _Axes:
         for at, i in enumerate(index):
             axis = "k" if isinstance(i, Gather) else i.axis
             if isinstance(i, Group) and i.size is not None:
-                array = np.repeat(array, i.size, at)
-                array = array.take(range(self.sizes[axis]), at)
+                array = _first(np.repeat(array, i.size, at), self.sizes[axis], at)
             elif isinstance(i, Gather):
                 array = array.take(self.groups[i.tensor], at)
             shape[AXES.index(axis)] = array.shape[at]
@@ -58,7 +61,7 @@ class _Axes:
     def reduce(self, call: Call, value: np.ndarray, index: tuple[Index, ...]) -> np.ndarray:
         """Reduce `value` over everything `index` lacks, inside its groups; the result is expanded again."""
         operation = REDUCTIONS[call.name]
-        ufunc = {"amax": np.maximum, "amin": np.minimum, "sum": np.add}[call.name]
+        ufunc = _UFUNC[call.name]
         by_axis = {"k" if isinstance(i, Gather) else i.axis: i for i in index}
         for at, axis in enumerate(AXES):
             i, size = by_axis.get(axis), value.shape[at]
@@ -74,7 +77,7 @@ class _Axes:
                 value = out
             elif isinstance(i, Group) and i.size is not None:
                 part = ufunc.reduceat(value, range(0, size, i.size), axis=at)
-                value = np.repeat(part, i.size, at).take(range(size), at)
+                value = _first(np.repeat(part, i.size, at), size, at)
             else:
                 value = operation(value, axis=at, keepdims=True)
         return value
@@ -105,8 +108,40 @@ class _Axes:
         return evaluate(e, self.look_up, lambda call, value: self.reduce(call, value, index))
 
 
+_UFUNC = {"amax": np.maximum, "amin": np.minimum, "sum": np.add}  # what puts the reductions of two parts together
+
+
 def _axis(i: Index) -> str:
     return "k" if isinstance(i, Gather) else i.axis
+
+
+def _first(array: np.ndarray, size: int, at: int) -> np.ndarray:
+    """The first elements along an axis."""
+    return array[(slice(None),) * at + (slice(size),)]
+
+
+# ---- bands of rows -----------------------------------------------------------------------------------------------
+def bands(scheme: Scheme, n: int, k: int, elements: int) -> list[slice]:
+    """Runs of a weight's rows that no group of rows crosses, of so many elements each where groups allow it."""
+    groups = [
+        i.size for t in scheme.weight.loaded for i in t.index if isinstance(i, Group) and i.axis == "n" and i.size
+    ]
+    unit = math.lcm(*groups)
+    step = max(unit, elements // max(k, 1) // unit * unit)
+    return [slice(start, min(n, start + step)) for start in range(0, n, step)]
+
+
+def in_band(tensor: Tensor, rows: slice) -> tuple[slice, ...]:
+    """Where the elements of a tensor lie that belong to a band of rows: an index for the whole tensor."""
+
+    def cut(i: Index) -> slice:
+        if i == Var("n"):
+            return rows
+        if isinstance(i, Group) and i.axis == "n" and i.size is not None:
+            return slice(rows.start // i.size, -(-rows.stop // i.size))
+        return slice(None)
+
+    return tuple(map(cut, tensor.index))
 
 
 # ---- weights -----------------------------------------------------------------------------------------------------
@@ -126,7 +161,7 @@ def quantize(scheme: Scheme, weight: np.ndarray, index: Patterns | None = None) 
     """
     if not scheme.quantize:
         raise ValueError(f"{scheme.name} has no quantize block")
-    w = np.asarray(weight, np.float64)
+    w = np.asarray(weight)
     w = w if w.ndim == 3 else w[None]
     sizes = {"e": w.shape[0], "m": 1, "n": w.shape[1], "k": w.shape[2]}
     result: dict[str, np.ndarray] = dict(index or {})
@@ -134,14 +169,69 @@ def quantize(scheme: Scheme, weight: np.ndarray, index: Patterns | None = None) 
         if tensor.dtype.kind == "index" and tensor.name not in result:
             size = tensor.extent.size if isinstance(tensor.extent, Group) else None
             result[tensor.name] = (np.arange(sizes["k"]) // (size or sizes["k"])).astype(np.uint32)
-    axes = _Axes(scheme, sizes, result)
-    axes.values["w"] = w[:, None]
     for name, value in scheme.quantize:
-        tensor = scheme.tensor(name)
-        pattern = tensor.dtype.encode(axes.collapse(tensor, axes.evaluate(value, tensor.index)))
-        result[name] = pattern
-        axes.values[name] = axes.expand(tensor.index, tensor.dtype.decode(pattern))
+        result[name] = _Quantizer(scheme, w, sizes, dict(result)).tensor(scheme.tensor(name), value)
     return result
+
+
+_BAND = 1 << 16  # elements quantized at a time: the float64 temporaries of a band stay in a core's cache
+
+
+@dataclass
+class _Quantizer:
+    """One equation of a `quantize` block: w [e, n, k], and the tensors that the equations before it have made.
+
+    values   of reductions over all rows, as they stand in the equation
+    """
+
+    scheme: Scheme
+    w: np.ndarray
+    sizes: Mapping[str, int]
+    made: Patterns
+    values: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def tensor(self, tensor: Tensor, value: Expr) -> np.ndarray:
+        """The tensor's bit patterns."""
+        result = np.empty(tensor.shape(self.sizes, self.scheme), tensor.dtype.storage)
+        by_rows = any(_axis(i) == "n" and (isinstance(i, Var) or i.size) for i in tensor.index)
+        value = value if by_rows else self._reduced(value, tensor.index)
+
+        def fill(rows: slice) -> None:
+            axes = self._axes(value, rows)
+            part = axes.collapse(tensor, axes.evaluate(value, tensor.index))
+            result[in_band(tensor, rows)] = tensor.dtype.encode(part)
+
+        self._each_band(fill) if by_rows else fill(slice(0, min(1, self.sizes["n"])))
+        return result
+
+    def _reduced(self, e: Expr, index: tuple[Index, ...]) -> Expr:
+        """The expression with names for its reductions, which run over all rows."""
+        e = e.map(lambda child: self._reduced(child, index))
+        if not (isinstance(e, Call) and e.name in REDUCTIONS):
+            return e
+
+        def reduce(rows: slice) -> np.ndarray:
+            axes = self._axes(e, rows)
+            return _first(axes.reduce(e, axes.evaluate(e.args[0]), index), 1, AXES.index("n"))
+
+        self.values[str(e)] = functools.reduce(_UFUNC[e.name], self._each_band(reduce))
+        return Ref(str(e))
+
+    def _each_band(self, compute: Callable[[slice], Any]) -> list[Any]:
+        rows = bands(self.scheme, self.sizes["n"], self.sizes["e"] * self.sizes["k"], _BAND)
+        if len(rows) == 1:
+            return [compute(rows[0])]
+        with ThreadPoolExecutor(os.cpu_count()) as threads:  # numpy holds no lock while it computes
+            return list(threads.map(compute, rows))
+
+    def _axes(self, e: Expr, rows: slice) -> _Axes:
+        """What the expression may mention, of some rows."""
+        mentioned = names(e) | {t.name for t in self.scheme.weight.tensors if t.dtype.kind == "index"}
+        cut = {n: p[in_band(self.scheme.tensor(n), rows)] for n, p in self.made.items() if n in mentioned}
+        axes = _Axes(self.scheme, {**self.sizes, "n": rows.stop - rows.start}, cut)
+        axes.values["w"] = self.w[:, None, rows].astype(np.float64)
+        axes.values |= self.values
+        return axes
 
 
 # ---- activations -------------------------------------------------------------------------------------------------

@@ -23,7 +23,7 @@ import qdsl
 from qdsl import cache
 from qdsl.artifact import Artifact, open_artifact
 from qdsl.choice import Limits
-from qdsl.compilation import toolchain
+from qdsl.compilation import kernel_buffers, toolchain
 from qdsl.diagnostic import ArtifactError, Error, TargetError
 from qdsl.dtype import DType
 from qdsl.expr import Expr
@@ -146,6 +146,17 @@ def find_artifact(
         f"{scheme.bound} is not compiled for {device.type} {arch}{wrong}; "
         f'run `{command(scheme, origin or scheme.name, device.type, arch)}`, or allow it with compile="auto"'
     )
+
+
+def buffers_of(scheme: Scheme, kind: str, arch: str) -> tuple[Buffer, ...]:
+    """How the kernels of an architecture, which this machine need not have, take a scheme's tensors.
+
+    Asks the directories of $QDSL_ARTIFACTS, the cache and the compiler's planner; raises TargetError where none knows.
+    """
+    for artifact in _prebuilt():
+        if arch in artifact.manifest.libraries and _is_of(artifact, scheme, kind):
+            return artifact.manifest.buffers[arch]
+    return kernel_buffers(scheme, kind, arch)
 
 
 def _fitting(artifact: Artifact, scheme: Scheme, device: torch.device, arch: str) -> Artifact:

@@ -1,4 +1,4 @@
-"""load_quantized: a quantized checkpoint into a model whose nn.Linears it replaces.
+"""load_quantized: a quantized checkpoint, or a float one and a scheme, into a model whose nn.Linears it replaces.
 
 Everything that can be wrong is looked for first, in file headers alone: every tensor of the checkpoint must find its
 place and every module its tensors.  Then the quantized layers are made and filled beside the model, and only when all
@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,14 +18,19 @@ import torch
 from torch import nn
 
 from qdsl.diagnostic import CheckpointError, Error
-from qdsl.runtime.checkpoints import FORMATS, Choice, Module, Plan
+from qdsl.order import Inputs
+from qdsl.runtime.buffer import stored_shape, torch_type
+from qdsl.runtime.checkpoints import FORMATS, Choice, Module, Plan, unquantized
 from qdsl.runtime.checkpoints import experts as of_experts
 from qdsl.runtime.checkpoints.experts import Projection, Stacks, spellings
+from qdsl.runtime.checkpoints.unquantized import Wish
 from qdsl.runtime.experts import ListedExperts, QuantExperts, StackedExperts, lists_of, stacks_of
 from qdsl.runtime.linear import QuantLinear
-from qdsl.runtime.resolve import check_layer, misfits, resolved
+from qdsl.runtime.resolve import check_layer, free_names, kept_tensors, misfits, resolved
 from qdsl.runtime.stack import QuantStack
-from qdsl.runtime.stored import Stored, Unstacked, opened, some
+from qdsl.runtime.state import Tag
+from qdsl.runtime.stored import Stored, Unstacked, opened, opened_floats, some
+from qdsl.scheme import Scheme, Tensor
 
 # Stored by some tools, derived by every model that uses them.
 _DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
@@ -35,9 +40,10 @@ _LISTED = 8  # parameters that are in no file, of which each has a line
 def load_quantized(
     model: nn.Module, directory: str | Path, *, device: torch.device | str | None = None,
     dtype: torch.dtype | None = None, compile: str = "auto", batch_invariant: bool = False, phase: str = "",
-    settings: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None, scheme: str | Path | Scheme | None = None,
+    params: Mapping[str, Any] | None = None, skip: Sequence[str] | None = None,
 ) -> nn.Module:  # fmt: skip
-    """Load a quantized checkpoint into a model of its architecture; returns the model.
+    """Load a quantized checkpoint into a model of its architecture, or quantize a float one; returns the model.
 
     model      such as AutoModelForCausalLM.from_config(config); its weights are replaced, so they may be on "meta"
     directory  config and safetensors as the quantizing tool wrote them, or a GGUF file
@@ -46,30 +52,74 @@ def load_quantized(
     compile    as for QuantLinear, and so is `batch_invariant`
     phase      the role of this copy of the model, such as "prefill" or "decode", for layers whose scheme has phases
     settings   in place of those that the checkpoint has, where it is labelled wrong: {"checkpoint_format": "gptq_v2"}
+    scheme     of a float checkpoint: its linears are quantized one by one, by the scheme's `quantize` block
+    params     the scheme's parameters, such as {"group": 64}; that of activations is the layers' `dtype`
+    skip       linears that stay as they are: names, last components of names, or modules around them.  By default the
+               head alone; an empty list leaves none out
 
-    Linears that the checkpoint stores quantized become `QuantLinear`s, the experts of a layer, be they 3-D parameters or
-    lists of linears, `QuantExperts`; every other parameter is loaded as it is.  A tied
-    head stays tied unless the checkpoint stores it quantized.  Raises CheckpointError, listing all that is wrong and
+    Linears that the checkpoint stores quantized, or of which the scheme makes codes, become `QuantLinear`s, the experts of a
+    layer, be they 3-D parameters or lists of linears, `QuantExperts`; every other parameter is loaded as it is.  A tied head
+    stays tied unless it is one of them.  Raises CheckpointError, listing all that is wrong and
     naming file and tensor, before the model changes.
     """
     directory = Path(directory)
-    found = examine(model, directory, phase, settings)
+    found = examine(model, directory, phase, settings, wish(model, scheme, params, skip))
     for notice in found.notices:
         warnings.warn(f"{directory}: {notice}", stacklevel=2)
-    problems, layers = [*found.problems, *_without_memory(model, found.dense)], {}
-    options = {"compile": compile, "batch_invariant": batch_invariant}
-    for name in () if problems else found.quantized:
-        try:
-            layers[name] = _layer(name, model.get_submodule(name), found, device, dtype, phase, options)
-        except (Error, TypeError) as problem:
-            problems.append(f"{name}: {problem}")
+    refuse(directory, [*found.problems, *_without_memory(model, found.dense)])
+    options = {"compile": compile, "batch_invariant": batch_invariant, "phase": phase}
+    layers = empty_layers(model, directory, found, device, dtype, options)
+    for name in progress(layers, "loading quantized layers" if scheme is None else "quantizing layers"):
+        layers[name] = filled(layers[name], name, found, _home(_like(model.get_submodule(name)), device, dtype)[1])
+    values = {}
+    for key, (old, source) in found.dense.items():  # one by one, so that no two copies of all of them are there
+        place, kind = _home(old, device, dtype)
+        values[key] = floats(source, found).to(place, kind)
+    _install(model, layers, found.dense, values, device)
+    return model
+
+
+def refuse(directory: Path, problems: Sequence[str]) -> None:
+    """Raise CheckpointError with all problems, if there are any."""
     if problems:
         raise CheckpointError(f"{directory} can't be loaded:\n" + "\n".join(f"- {problem}" for problem in problems))
-    for name in _progress(layers, "loading quantized layers"):
-        _fill(layers[name], name, found)
-    values = {key: _floats(source, found) for key, (_, source) in found.dense.items()}
-    _install(model, layers, found.dense, values, device, dtype)
-    return model
+
+
+def empty_layers(
+    model: nn.Module, directory: Path, found: Examination, device: torch.device | str | None,
+    dtype: torch.dtype | None, options: Mapping[str, Any],
+) -> dict[str, QuantLinear | QuantExperts]:  # fmt: skip
+    """Layers without numbers for every module that is replaced, made beside the model; raises CheckpointError with all that
+    is wrong.  `options` are those of QuantLinear's constructor."""
+    layers, problems = {}, []
+    for name in found.quantized:
+        try:
+            layers[name] = empty_layer(name, model.get_submodule(name), found, device, dtype, options)
+        except (Error, TypeError) as problem:
+            problems.append(f"{name}: {problem}")
+    refuse(directory, problems)
+    return layers
+
+
+def wish(
+    model: nn.Module, scheme: str | Path | Scheme | None, params: Mapping[str, Any] | None, skip: Sequence[str] | None
+) -> Wish | None:
+    """What `load_quantized` is asked to make of floats; None when it is not."""
+    if scheme is None:
+        for name, value in (("params", params), ("skip", skip)):
+            if value is not None:
+                raise CheckpointError(f"{name} says how to quantize a float checkpoint, and no scheme is given")
+        return None
+    if "act" in (params or {}):
+        raise CheckpointError("params: `act` is the layers' dtype, so give `dtype`, or leave it to the model")
+    return Wish(resolved(scheme, params or {}, None), heads(model) if skip is None else tuple(skip))
+
+
+def heads(model: nn.Module) -> tuple[str, ...]:
+    """The linears that make logits, which tools leave as they are."""
+    output = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    return tuple(name for name, m in linears.items() if m is output or name.rpartition(".")[2] == "lm_head")
 
 
 # ---- what a checkpoint holds for a model -------------------------------------------------------------------------
@@ -100,32 +150,41 @@ class Examination:
 
 
 def examine(
-    model: nn.Module, directory: Path, phase: str = "", settings: Mapping[str, Any] | None = None
-) -> Examination:
+    model: nn.Module, directory: Path, phase: str = "", settings: Mapping[str, Any] | None = None,
+    asked: Wish | None = None,
+) -> Examination:  # fmt: skip
     """Match a checkpoint with a model, whose parameters may be on the meta device; makes no layer and reads no weights.
 
-    Raises CheckpointError where files or settings can't be read at all.
+    asked   what to make of a checkpoint of floats
+
+    Raises CheckpointError where files or settings can't be read at all, or are not of the kind that was asked for.
     """
-    config, source, method, files = opened(directory, settings or {})
+    config: Mapping[str, Any] = {}
+    if asked is not None:
+        source, method, files = opened_floats(directory, settings or {})
+    else:
+        config, source, method, files = opened(directory, settings or {})
     experts, unknown = stacks_of(model, files.headers)
     parts = {name: part for _, stored in experts.values() for name, part in stored.parts.items()}
     files = Unstacked(files, parts) if parts else files
-    linears = {name: _module(m) for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    lists = lists_of(model)
+    own, lists = linears(model), lists_of(model, files.headers)
     of_lists, of_one = (
         {name: p.one for projections in each for p in projections for name in p.modules}
         for each in (lists.values(), (stored.projections for _, stored in experts.values()))
     )
-    modules = {**linears, **of_lists, **of_one}
+    modules = {**own, **of_lists, **of_one}
     try:
-        plan = FORMATS[method](config, modules, files.headers, files.__getitem__)
+        if asked is not None:
+            plan = unquantized.plan(asked, own, _weights(model, files.headers), files.headers, phase)
+        else:
+            plan = FORMATS[method](config, modules, files.headers, files.__getitem__)
     except CheckpointError as problem:  # a setting of the wrong type, or a file that can't be read after all
         raise CheckpointError(f"{directory} can't be loaded:\n- {source}: {problem}") from None
     stacks, apart = of_experts.quantized(experts, plan, files.headers)
     stacks |= {name: projections for name, projections in lists.items() if of_experts.alike(projections, plan)}
     plan.problems += [*unknown.values(), *apart]
     stacked = {name for projections in stacks.values() for p in projections for name in p.modules}
-    quantized = (*(name for name in linears if name in plan.choices and name not in stacked), *stacks)
+    quantized = (*(name for name in own if name in plan.choices and name not in stacked), *stacks)
     problems = [_placed(problem, source, files) for problem in plan.problems]
     dense = _dense(model, quantized, files.headers)
     if (
@@ -178,8 +237,10 @@ def _placed(problem: str, source: str, files: Stored) -> str:
     return f"{', '.join(sorted(about)) or source}: {problem}"
 
 
-def _module(linear: nn.Linear) -> Module:
-    return Module(linear.out_features, linear.in_features, linear.bias is not None)
+def linears(model: nn.Module) -> dict[str, Module]:
+    """The linear layers of a model by name."""
+    found = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    return {name: Module(m.out_features, m.in_features, m.bias is not None) for name, m in found.items()}
 
 
 def _dense(
@@ -203,8 +264,14 @@ def _dense(
     }
 
 
-def _floats(source: str, found: Examination) -> torch.Tensor:
-    """A stored tensor as the model holds it."""
+def _weights(model: nn.Module, stored: Mapping[str, torch.Tensor]) -> dict[str, str]:
+    """The stored name of every linear's weight."""
+    names = {id(tensor): source for tensor, source in _dense(model, {}, stored).values()}
+    return {name: names[id(m.weight)] for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+
+
+def floats(source: str, found: Examination) -> torch.Tensor:
+    """The numbers of a dense tensor by its stored name, in the type they are stored in."""
     made = found.plan.dense.get(source)
     return found.files[source] if made is None else made.make({name: found.files[name] for name in made.sources})
 
@@ -288,6 +355,10 @@ def _misfits(name: str, module: Module, choice: Choice, files: Stored, phase: st
         check_layer(scheme, module.n, module.k, choice.bias, role)
     except Error as problem:
         return [str(problem)]
+    if choice.tag is not None:
+        return _unlike_tag(name, scheme, module, choice.tag, kept_tensors(scheme, choice.bias, role), files)
+    if not choice.layout:
+        return unquantized.misfits(name, module, choice, files.headers)
     storage = scheme.layouts[choice.layout]
     others = {**choice.given, **{short: made.header for short, made in choice.made.items()}}
     headers = _Renamed(files.headers, name, choice, others)
@@ -301,59 +372,110 @@ def _misfits(name: str, module: Module, choice: Choice, files: Stored, phase: st
     return [*map(str, found), *surplus]
 
 
+def _unlike_tag(
+    name: str, scheme: Scheme, module: Module, tag: Tag, wanted: Mapping[str, Tensor], files: Stored
+) -> list[str]:
+    """What keeps a module's saved tensors from being those of its tag, or those that the layer needs."""
+    saved = {b.tensor: b for b in tag.buffers}
+    problems = [
+        f"`{each}` was not saved; save the model in the phase it is used in" for each in wanted if each not in saved
+    ]
+    problems += [f"`{each}` was saved, but a layer in this phase has none" for each in saved if each not in wanted]
+    sizes = {"e": 1, "m": 1, "n": module.n, "k": module.k}
+    for each, buffer in saved.items():
+        header = files.headers.get(f"{name}.{each}")
+        if header is None:
+            problems.append(f"`{name}.{each}` is missing, though its tag is there")
+            continue
+        needed = list(header.shape)
+        if each in wanted and not free_names({each: wanted[each]}) and not (buffer.order and buffer.order.index):
+            shape = wanted[each].shape(sizes, scheme)  # the other shapes depend on numbers
+            needed = [module.count] * bool(module.count)
+            needed += stored_shape(buffer, wanted[each], shape, Inputs(module.k))
+        if list(header.shape) != needed or header.dtype != torch_type(buffer):
+            problems.append(
+                f"`{name}.{each}` is {list(header.shape)} {header.dtype}, its tag says {needed} {buffer.dtype}"
+            )
+    return problems
+
+
 def _where(choice: Choice, files: Stored) -> str:
     """The files that hold a module."""
     return ", ".join(sorted({files.file[stored].name for stored in choice.tensors if stored in files.file}))
 
 
 # ---- layers ------------------------------------------------------------------------------------------------------
-def _layer(
-    name: str, old: nn.Module, found: Examination, device, dtype, phase: str, options: Mapping[str, Any]
-) -> QuantLinear | QuantExperts:
-    """An empty layer for a module; raises what the layer's constructor does."""
+def empty_layer(
+    name: str, old: nn.Module, found: Examination, device: torch.device | str | None, dtype: torch.dtype | None,
+    options: Mapping[str, Any],
+) -> QuantLinear | QuantExperts:  # fmt: skip
+    """A layer without numbers for a module; raises what the layer's constructor does."""
+    place, wanted = _home(_like(old), device, dtype)
 
-    def made(kind, module: str, one: Module, like: torch.Tensor, *count: int):
+    def made(kind, module: str, one: Module, *count: int):
         choice = found.plan.choices[module]
-        place = torch.device(device) if device is not None else like.device
-        return kind(
-            *count, choice.scheme, one.k, one.n, choice.bias, "cpu" if place.type == "meta" else place,
-            dtype or like.dtype, **options, phase=_phase(choice, phase), **choice.params,
-        )  # fmt: skip
+        own = {**options, "phase": _phase(choice, options["phase"]), **choice.params}
+        given = None if choice.tag is not None else wanted  # None: as it was saved; `filled` casts it
+        return kind(*count, choice.scheme, one.k, one.n, choice.bias, place, given, **own)
 
     if name not in found.stacks:
         assert isinstance(old, nn.Linear), "plans name linears of the model, and experts"
-        return made(QuantLinear, name, _module(old), old.weight)
-    like = next(old.parameters())
-    stacks = {p.name: made(QuantStack, p.modules[0], p.one, like, len(p.modules)) for p in found.stacks[name]}
+        return made(QuantLinear, name, Module(old.out_features, old.in_features, old.bias is not None))
+    stacks = {p.name: made(QuantStack, p.modules[0], p.one, len(p.modules)) for p in found.stacks[name]}
     if isinstance(old, nn.ModuleList):
         return ListedExperts(old, stacks)
     return StackedExperts(old, found.experts[name][0], stacks)
+
+
+def _like(old: nn.Module) -> torch.Tensor:
+    """The parameter whose type and device a layer takes over."""
+    return next(old.parameters())
 
 
 def _phase(choice: Choice, phase: str) -> str:
     return phase if resolved(choice.scheme, choice.params, None).phases else ""
 
 
-def _fill(layer: QuantLinear | QuantExperts, name: str, found: Examination) -> None:
+def filled(
+    layer: QuantLinear | QuantExperts, name: str, found: Examination, dtype: torch.dtype
+) -> QuantLinear | QuantExperts:
+    """The layer, which now has the numbers of a module; `dtype` is the type of its activations."""
     choices, files = found.plan.choices, found.files
     if isinstance(layer, QuantLinear):
-        _give(layer, name, choices[name], files)
-        return
-    for projection in found.stacks[name]:
-        layer.projections[projection.name].fill(
-            lambda e, one, p=projection: _give(
-                one, p.modules[e], choices[p.modules[e]], files.member(e) if isinstance(files, Unstacked) else files
+        _give(layer, name, choices[name], files, dtype)
+        return layer
+    for p in found.stacks[name]:
+        stack = layer.projections[p.name]
+        if choices[p.modules[0]].tag is not None:
+            _give(stack, p.modules[0], choices[p.modules[0]], files, dtype)
+            continue
+        stack.fill(
+            lambda e, one, p=p: _give(
+                one,
+                p.modules[e],
+                choices[p.modules[e]],
+                files.member(e) if isinstance(files, Unstacked) else files,
+                dtype,
             )
         )
+    return layer
 
 
-def _give(layer: QuantLinear, name: str, choice: Choice, files: Stored) -> None:
+def _give(layer: QuantLinear | QuantStack, name: str, choice: Choice, files: Stored, dtype: torch.dtype) -> None:
     try:
+        if choice.tag is not None:  # cloned: the memory of a reader is not aligned as kernels want it
+            layer.load_state_dict({short: files[full].clone() for full, short in choice.tensors.items()})
+            layer.to(dtype)
+            return
+        if not choice.layout:
+            given = {short: files[full] for full, short in choice.tensors.items()}
+            layer.quantize(given["weight"], given.get("bias"))
+            return
         stored = _Renamed(files, name, replace(choice, leading={}), {})
         own = {full.removeprefix(f"{name}."): stored[full] for full in stored} if choice.made else {}
         made = {short: made.make(own) for short, made in choice.made.items()}
         layer.load(_Renamed(files, name, choice, {**choice.given, **made}), f"{name}.", choice.layout)
-    except (CheckpointError, ValueError) as problem:
+    except (Error, RuntimeError, TypeError, ValueError) as problem:
         raise CheckpointError(f"{_where(choice, files)}: {name}: {problem}") from None
 
 
@@ -386,23 +508,27 @@ class _Renamed(Mapping[str, torch.Tensor]):
         return len({**self.stored, **self.others})
 
 
+def _home(
+    old: torch.Tensor, device: torch.device | str | None, dtype: torch.dtype | None
+) -> tuple[torch.device, torch.dtype]:
+    """Where the value of a dense tensor goes, and in what type."""
+    kind = dtype if dtype is not None and old.is_floating_point() else old.dtype
+    return torch.device(device) if device is not None else torch.device("cpu") if old.is_meta else old.device, kind
+
+
 def _install(
     model: nn.Module, layers: Mapping[str, QuantLinear | QuantExperts], dense: Mapping[str, tuple[torch.Tensor, str]],
-    values: Mapping[str, torch.Tensor], device, dtype,
+    values: Mapping[str, torch.Tensor], device: torch.device | str | None,
 ) -> None:  # fmt: skip
     """Change the model, at last."""
     for name, layer in layers.items():
-        parent, _, last = name.rpartition(".")
-        layer.train(model.get_submodule(name).training)
-        setattr(model.get_submodule(parent), last, layer)
+        put(model, name, layer)
     new: dict[int, torch.Tensor] = {}
     for name, (old, _) in dense.items():
-        kind = dtype if dtype is not None and old.is_floating_point() else old.dtype
-        place = torch.device(device) if device is not None else torch.device("cpu") if old.is_meta else old.device
-        if place == old.device and kind == old.dtype:
-            old.data.copy_(values[name])
+        value = values[name]
+        if value.device == old.device and value.dtype == old.dtype:
+            old.data.copy_(value)
             continue
-        value = values[name].to(place, kind)
         new[id(old)] = nn.Parameter(value, old.requires_grad) if isinstance(old, nn.Parameter) else value
     for module in model.modules():
         tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
@@ -414,7 +540,14 @@ def _install(
         model.to(device)  # buffers that no checkpoint holds
 
 
-def _progress(names: Iterable[str], what: str) -> Iterable[str]:
+def put(model: nn.Module, name: str, layer: nn.Module) -> None:
+    """Put a layer in the place of a module of the model."""
+    parent, _, last = name.rpartition(".")
+    layer.train(model.get_submodule(name).training)
+    setattr(model.get_submodule(parent), last, layer)
+
+
+def progress(names: Iterable[str], what: str) -> Iterable[str]:
     """The names, with a bar when going through them takes longer than a second."""
     try:
         from tqdm.auto import tqdm

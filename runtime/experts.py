@@ -15,7 +15,8 @@ import torch
 from torch import nn
 
 from qdsl.runtime.checkpoints import Headers, Module
-from qdsl.runtime.checkpoints.experts import Experts, Names, Projection, StoredExperts
+from qdsl.runtime.checkpoints.experts import Experts, Names, Projection, StoredExperts, saved_stacks
+from qdsl.runtime.linear import QuantLinear
 from qdsl.runtime.stack import QuantStack
 
 _SORTED = "Llama4TextExperts"
@@ -67,7 +68,7 @@ def stacks_of(model: nn.Module, stored: Headers) -> tuple[dict[str, tuple[Expert
     return found, unknown
 
 
-def lists_of(model: nn.Module) -> dict[str, tuple[Projection, ...]]:
+def lists_of(model: nn.Module, stored: Headers) -> dict[str, tuple[Projection, ...]]:
     """A model's lists of experts that have the same linears, by name: a projection for each linear, under its name."""
     found: dict[str, tuple[Projection, ...]] = {}
     for name, module in model.named_modules():
@@ -78,10 +79,17 @@ def lists_of(model: nn.Module) -> dict[str, tuple[Projection, ...]]:
              if isinstance(m, nn.Linear)} for item in module
         ]  # fmt: skip
         if own[0] and all(linears == own[0] for linears in own):
-            found[name] = tuple(
-                Projection(n, one, tuple(f"{name}.{e}.{n}" for e in range(len(own)))) for n, one in own[0].items()
-            )
+            each = [Projection(n, one, tuple(f"{name}.{e}.{n}" for e in range(len(own)))) for n, one in own[0].items()]
+            saved = saved_stacks(name, own[0], stored)
+            found[name] = tuple(p.saved(name) if saved else p for p in each)
     return found
+
+
+def parts_of(layer: QuantLinear | QuantExperts) -> dict[str, QuantLinear | QuantStack]:
+    """The modules that hold a layer's tensors, by what stands before the names of these within the layer."""
+    if isinstance(layer, QuantLinear):
+        return {"": layer}
+    return {f"{name}.": stack for name, stack in layer.projections.items()}
 
 
 class QuantExperts(nn.Module):
@@ -92,6 +100,11 @@ class QuantExperts(nn.Module):
         for name, stack in projections.items():
             self.add_module(name, stack)
         self.replaced = replaced
+
+    @property
+    def replaces(self) -> str:
+        """The first parameter of the module replaced, by its name there."""
+        raise NotImplementedError
 
     @property
     def projections(self) -> dict[str, QuantStack]:
@@ -119,6 +132,10 @@ class ListedExperts(QuantExperts):
             one.__dict__ = {**module.__dict__, "_modules": {**module._modules, **own}}
             bare.append(one)
         super().__init__(bare, projections)
+
+    @property
+    def replaces(self) -> str:
+        return f"0.{next(iter(self.projections))}.weight"
 
     def __len__(self) -> int:
         return self.num_experts
@@ -157,6 +174,10 @@ class StackedExperts(QuantExperts):
         bare.__dict__ = {**replaced.__dict__, "_parameters": {}, "_modules": dict(replaced._modules)}
         super().__init__(bare, projections)
         self.experts = experts
+
+    @property
+    def replaces(self) -> str:
+        return "gate_up_proj" if self.experts.gated else "up_proj"
 
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor | None = None,

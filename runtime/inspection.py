@@ -89,7 +89,7 @@ def inspect(directory: str | Path, model: nn.Module | None = None) -> Inspection
     Raises CheckpointError where files or settings can't be read at all.
     """
     directory = Path(directory)
-    model = _model(directory.parent if directory.is_file() else directory) if model is None else model
+    model = empty_model(directory.parent if directory.is_file() else directory) if model is None else model
     found = examine(model, directory)
     rows: list[Row] = []
     listed = {
@@ -112,7 +112,7 @@ def inspect(directory: str | Path, model: nn.Module | None = None) -> Inspection
     )
 
 
-def _model(directory: Path) -> nn.Module:
+def empty_model(directory: Path) -> nn.Module:
     """A model of the architecture that config.json names, on the meta device."""
     try:
         import transformers
@@ -149,7 +149,7 @@ def _row(name: str, module: Module, planned: str, experts: int, found: Examinati
     scheme = resolved(choice.scheme, choice.params, None)
     zero, scale = (_convention(scheme, choice, role) for role in ("zero", "scale"))
     decode, bound = str(scheme.weight.decode), _bound(scheme)
-    return Row(name, experts, module.n, module.k, bound, choice.layout, decode, zero, scale, choice.why)
+    return Row(name, experts, module.n, module.k, bound, choice.layout or "kernel", decode, zero, scale, choice.why)
 
 
 def _dense(name: str, planned: str, found: Examination) -> str:
@@ -176,6 +176,8 @@ def _bound(scheme: Scheme) -> str:
 def _convention(scheme: Scheme, choice: Choice, role: str) -> str:
     """How the weight's tensors of a role are read from what is stored."""
     names = [t.name for t in scheme.weight.loaded if t.role == role]
+    if choice.tag is not None:
+        return ", ".join(f'{name} = "{name}"' for name in names)
     bindings = {b.tensor: b for b in scheme.layouts[choice.layout].bindings}
     made: dict[str, Any] = dict(choice.made)
     return ", ".join(

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from qdsl import reference
 from qdsl.artifact import MANIFEST, Artifact, open_artifact
 from qdsl.diagnostic import CheckpointError, Diagnostic, Error, closest, error
 from qdsl.manifest import Buffer, Manifest, plain_params
@@ -43,6 +42,7 @@ from qdsl.runtime.op import linear, rows
 from qdsl.runtime.resolve import (
     check_codes,
     check_layer,
+    check_quantizes,
     check_rows_stand_alone,
     follows,
     free_extents,
@@ -53,10 +53,9 @@ from qdsl.runtime.resolve import (
     resolved,
     with_dtype,
 )
-from qdsl.runtime.state import Tag, tag
+from qdsl.runtime.state import EXTRA, Tag, tag
+from qdsl.runtime.weight import quantized
 from qdsl.scheme import Binding, Scheme, Storage, Tensor
-
-EXTRA = "_extra_state"  # torch's name for what get_extra_state returns
 
 
 class QuantLinear(nn.Module):
@@ -76,8 +75,10 @@ class QuantLinear(nn.Module):
                   equal calls give equal bits, and other numbers of rows may take kernels that round differently
     params        parameters of the scheme, such as group=64
 
-    The layer has no numbers until `load`, `load_state_dict` or `from_float`, and refuses to run before.
+    The layer has no numbers until `load`, `load_state_dict` or `quantize`, and refuses to run before.
     """
+
+    replaces = "weight"  # the first parameter of an nn.Linear, in whose place it stands
 
     def __init__(
         self, scheme: str | Path | Scheme, in_features: int, out_features: int, bias: bool = False,
@@ -392,7 +393,7 @@ class QuantLinear(nn.Module):
         """The key of a kernel for an input that the fast path did not take, or the error that says why there is none."""
         if not self._loaded:
             raise Error(
-                f"this QuantLinear ({self.scheme.bound}) has no weights yet; load(), load_state_dict() and from_float() give it some"
+                f"this QuantLinear ({self.scheme.bound}) has no weights yet; load(), load_state_dict() and quantize() give it some"
             )
         if x.dim() == 0 or x.shape[-1] != self.in_features:
             found = f"{x.shape[-1]} features" if x.dim() else "no dimension"
@@ -492,6 +493,7 @@ class QuantLinear(nn.Module):
 
     def _take(self, given: Mapping[str, tuple[Buffer, torch.Tensor]]) -> None:
         """Give the layer all its numbers."""
+        given = {name: given[name] for name in self._wanted}  # in declared order, wherever they come from
         device = torch.device("cpu") if self.device.type == "meta" else self.device
         self._settle(self.scheme, device, given, loaded=True)
 
@@ -499,32 +501,39 @@ class QuantLinear(nn.Module):
     def from_float(cls, linear: nn.Linear, scheme: str | Path | Scheme, **options: Any) -> QuantLinear:
         """A layer quantized from an nn.Linear by the scheme's `quantize` block.
 
-        `options` are those of the constructor; device and dtype default to the linear's.
+        `options` are those of the constructor; device and dtype default to the linear's.  Raises what `quantize` does.
         """
-        w, bias = linear.weight.detach(), linear.bias
-        options = {"device": w.device, "dtype": w.dtype, **options}
+        weight, bias = linear.weight.detach(), linear.bias
+        options = {"device": weight.device, "dtype": weight.dtype, **options}
         layer = cls(scheme, linear.in_features, linear.out_features, bias is not None, **options)
-        active = layer.scheme.activation(layer.phase)
-        if active is not None and active.operand.loaded:
-            names = ", ".join(f"`{t.name}`" for t in active.operand.loaded)
+        return layer.quantize(weight, None if bias is None else bias.detach())
+
+    def quantize(self, weight: torch.Tensor, bias: torch.Tensor | None = None) -> QuantLinear:
+        """Take float numbers, weight [N, K] and bias [N], through the scheme's `quantize` block.
+
+        Raises Error where the scheme has none, needs calibration, or can't hold the numbers.
+        """
+        check_quantizes(self.scheme, self._has_bias, self.phase)
+        needed = (self.out_features, self.in_features)
+        if tuple(weight.shape) != needed or (bias is not None) != self._has_bias:
             raise Error(
-                f"{layer.scheme.bound}: {names} must be calibrated, which a float layer can't tell; use set_patterns()"
+                f"{self.scheme.bound}: the layer needs a weight {list(needed)} with{'' if self._has_bias else 'out'} a bias, "
+                f"not {list(weight.shape)} with{'' if bias is not None else 'out'} one"
             )
-        try:
-            patterns = reference.quantize(layer.scheme, w.double().cpu().numpy())
-        except ValueError as problem:
-            raise Error(f"{problem}, so it can't be made from a float layer") from None
-        given = {name: layer._packed(name, p) for name, p in patterns.items()}
-        for name, declared in layer._wanted.items():
-            if declared.role == "bias" and bias is not None:
-                own = bias.detach().cpu()
-                follows = layer._follows(declared) and repack.format_of(own.dtype) is not None
-                encoded = declared.dtype.encode(own.double().numpy())
+        patterns, given = quantized(self.scheme, weight), {}
+        for name, declared in self._wanted.items():
+            if name in patterns:
+                given[name] = self._packed(name, patterns[name])
+            elif (
+                self._follows(declared) and repack.format_of(bias.dtype) is not None
+            ):  # kept as it is, in memory of its own
                 given[name] = (
-                    (plain_buffer(declared, spelled(own.dtype)), own) if follows else layer._packed(name, encoded)
-                )
-        layer._take(given)
-        return layer
+                    plain_buffer(declared, spelled(bias.dtype)), repack.tensor_of(repack.bits_of(bias), bias.dtype)
+                )  # fmt: skip
+            else:
+                given[name] = self._packed(name, declared.dtype.encode(bias.double().cpu().numpy()))
+        self._take(given)
+        return self
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The weight [N, K] on the layer's device: exact in float64, or rounded once from that to `dtype`."""
@@ -579,12 +588,32 @@ class QuantLinear(nn.Module):
         held = {name: (self._held[name], self._buffers[name]) for name in self._wanted}
         self._settle(self.scheme, self.device, held, self._loaded)
 
-    def _tag(self) -> Tag:
+    @property
+    def tag(self) -> Tag:
+        """What the buffers of a state_dict mean."""
         return tag(self.scheme, self.out_features, self.in_features, self.manifest.kind, self._held, self._loaded)
+
+    def state_for(self, buffers: Sequence[Buffer], kind: str) -> dict[str, torch.Tensor]:
+        """The state_dict of the layer as kernels of another target take it, on the CPU.
+
+        buffers   how those kernels take tensors (`qdsl.compilation.kernel_buffers`)
+        kind      the kind of their device, "cpu" or "cuda"
+        """
+        wanted = {b.tensor: b for b in buffers}
+        held = {name: own if self._follows(self._wanted[name]) else wanted[name] for name, own in self._held.items()}
+        state = {
+            name: repacked(
+                self._buffers[name], own, held[name], self._wanted[name], self._shape(name), self._inputs,
+                torch.device("cpu"),
+            )
+            for name, own in self._held.items()
+        }  # fmt: skip
+        told = tag(self.scheme, self.out_features, self.in_features, kind, held, self._loaded)
+        return {**state, EXTRA: told.to_tensor()}
 
     def get_extra_state(self) -> torch.Tensor:
         """What the buffers of a state_dict mean, as bytes (`qdsl.runtime.state`)."""
-        return self._tag().to_tensor()
+        return self.tag.to_tensor()
 
     def set_extra_state(self, state: torch.Tensor) -> None:
         """Done by `_load_from_state_dict`, which must know the tag before it reads a buffer."""
@@ -610,7 +639,7 @@ class QuantLinear(nn.Module):
         except CheckpointError as problem:
             error_msgs.append(f"{prefix.rstrip('.') or 'the layer'}: {problem}")
             return
-        given, problem = {}, self._tag().disagreement(saved)
+        given, problem = {}, self.tag.disagreement(saved)
         if not problem:
             given = {buffer.tensor: (buffer, state_dict[prefix + buffer.tensor]) for buffer in saved.buffers}
             problem = self._misfit(given, saved.loaded)

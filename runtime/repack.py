@@ -274,8 +274,16 @@ def patterns_of(
         _check_range(fields, stored, declared, name)
     shift = constant(_with(binding.value, 0.0))
     slope = (constant(_with(binding.value, 1.0)) or 0.0) - (shift or 0.0)
-    value = fields.astype(np.int64) * round(slope) + round(shift or 0.0)
-    return (value & declared.dtype.mask).astype(declared.dtype.storage)
+    kind = declared.dtype.storage
+    value = fields.astype(kind, copy=False)
+    with np.errstate(over="ignore"):  # sums and products wrap: modulo 2^bits they are right
+        if round(slope) != 1:
+            value = value * kind.type(round(slope) & ((1 << 8 * kind.itemsize) - 1))
+        if shift:
+            value = value + kind.type(round(shift) & ((1 << 8 * kind.itemsize) - 1))
+        if value is fields and is_packed(binding) and layout.bits == declared.dtype.bits:
+            return fields  # nothing above its bits
+        return value & kind.type(declared.dtype.mask)
 
 
 def words_of(binding: Binding, declared: Tensor, patterns: np.ndarray) -> np.ndarray:
@@ -287,13 +295,18 @@ def words_of(binding: Binding, declared: Tensor, patterns: np.ndarray) -> np.nda
         return layout.pack(patterns)
     shift = round(constant(_with(binding.value, 0.0)) or 0.0)
     slope = round(constant(_with(binding.value, 1.0)) or 0.0) - shift
-    value = (patterns.astype(np.int64) - shift) * slope  # the slope is 1 or -1
-    if not is_packed(binding) and stored.kind == "int":  # sign bits fill the stored word
-        if declared.dtype.kind == "int":
-            value = declared.dtype.decode(value & declared.dtype.mask).astype(np.int64)
-        words = layout.pack(value & ((1 << layout.word) - 1))
-    else:
-        words = layout.pack((value & declared.dtype.mask).astype(declared.dtype.storage))
+    plain = not is_packed(binding) and stored.kind == "int"  # sign bits fill the stored word
+    kind = np.dtype(f"uint{layout.word}") if plain else declared.dtype.storage
+    value = patterns.astype(kind, copy=False)
+    if (shift, slope) != (0, 1):  # the slope is 1 or -1; modulo the bits of a word
+        whole = (1 << 8 * kind.itemsize) - 1
+        value = (value - kind.type(shift & whole)) * kind.type(slope & whole)
+    if declared.dtype.kind == "int" or not plain:
+        value = value & kind.type(declared.dtype.mask)
+    if plain and declared.dtype.kind == "int" and declared.dtype.bits < layout.word:
+        sign = kind.type(1 << (declared.dtype.bits - 1))
+        value = (value ^ sign) - sign
+    words = layout.pack(value)
     return words - words.dtype.type(binding.words % (1 << layout.word)) if binding.words else words
 
 
@@ -311,7 +324,7 @@ def write(
             name = prefix + (expert_name(binding.source, e) if binding.per_expert else binding.source)
             words = words_of(binding, declared, part)
             if storage.record is None:
-                result[name] = tensor_of(words, _stored_type(binding.stored))
+                result[name] = tensor_of(words, stored_type(binding.stored))
             else:
                 records.setdefault(name, []).append((binding, words))
     for name, parts in records.items():
@@ -320,7 +333,8 @@ def write(
     return result
 
 
-def _stored_type(stored: DType) -> torch.dtype:
+def stored_type(stored: DType) -> torch.dtype:
+    """The torch type of a stored tensor of a format; bytes where torch has none."""
     small = getattr(torch, _SMALL.get(stored.name, ""), torch.uint8)
     return _FLOATS.get(stored.name) or _INTEGERS.get(stored.name) or small
 

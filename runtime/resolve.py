@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import qdsl
 from qdsl import transform
 from qdsl.diagnostic import Diagnostic, Error, SchemeError, error
 from qdsl.dtype import DType
-from qdsl.expr import Expr, Item, Ref, walk
+from qdsl.expr import Binary, Expr, Item, Ref, names, walk
 from qdsl.manifest import plain_params
 from qdsl.runtime import repack
 from qdsl.scheme import Free, Scheme, Storage, Tensor, Var, shape_error
@@ -100,6 +101,35 @@ def check_rows_stand_alone(scheme: Scheme, phase: str) -> None:
                 f"{scheme.bound} can't be batch-invariant: `{t}` is computed from all rows of x together; "
                 f"give `{t.name}` the index m, or leave batch_invariant out"
             )
+
+
+def check_quantizes(scheme: Scheme, bias: bool, phase: str) -> None:
+    """Raises Error when a float layer can't tell all that a layer of this scheme keeps."""
+    if not scheme.quantize:
+        raise Error(f"{scheme.bound} has no `quantize` block, so that nothing says how floats become its codes")
+    active = scheme.activation(phase)
+    if active is not None and active.operand.loaded:
+        loaded = ", ".join(f"`{t.name}`" for t in active.operand.loaded)
+        raise Error(f"{scheme.bound}: {loaded} must be calibrated, which a float layer can't tell; use set_patterns()")
+    made = {t.name for t in scheme.weight.loaded}
+    for t in kept_tensors(scheme, bias, phase).values():
+        if t.name in made:
+            continue
+        if t.role != "bias":
+            raise Error(f"{scheme.bound}: `{t.name}` is none of the weight's tensors, and a float layer can't tell it")
+        if not t.dtype.is_float or _is_scaled(t, scheme):
+            raise Error(f"{scheme.bound}: `{t.name}` is not in the unit of y, and that of a float layer is")
+
+
+def _is_scaled(bias: Tensor, scheme: Scheme) -> bool:
+    """Whether the output multiplies a bias by a tensor of an operand."""
+    scales = {t.name for operand in (scheme.weight, *(a.operand for a in scheme.activations)) for t in operand.tensors}
+    return any(
+        isinstance(node, Binary)
+        and node.op in "*/"
+        and any(bias.name in names(a) and scales & names(b) for a, b in itertools.permutations(node.children()))
+        for node in walk(scheme.output.value)
+    )
 
 
 def kept_tensors(scheme: Scheme, bias: bool, phase: str) -> dict[str, Tensor]:

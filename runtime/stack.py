@@ -6,7 +6,7 @@ run is known to one QuantLinear, which is shown the tensors of one member after 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +15,12 @@ import torch
 from torch import nn
 
 from qdsl.diagnostic import CheckpointError
+from qdsl.manifest import Buffer
 from qdsl.runtime.artifact import ALIGNMENT
 from qdsl.runtime.buffer import signed, torch_type
-from qdsl.runtime.linear import EXTRA, QuantLinear
+from qdsl.runtime.linear import QuantLinear
 from qdsl.runtime.op import linear
-from qdsl.runtime.state import Tag
+from qdsl.runtime.state import EXTRA, Tag
 from qdsl.scheme import Scheme, expert_name
 
 
@@ -191,13 +192,33 @@ class QuantStack(nn.Module):
 
         self.change(settle)
 
-    def _tag(self) -> Tag:
-        found = self._one._tag()
+    def state_for(self, buffers: Sequence[Buffer], kind: str) -> dict[str, torch.Tensor]:
+        """The state_dict of the stack as kernels of another target take it, as `QuantLinear.state_for` gives a layer's."""
+        state: dict[str, torch.Tensor] = {}
+        for e in range(self.count):
+            own = self.member(e).state_for(buffers, kind)
+            told = Tag.from_tensor(own.pop(EXTRA))
+            for name, tensor in own.items():
+                stack = state.setdefault(name, torch.empty((self.count, *tensor.shape), dtype=tensor.dtype))
+                if stack.shape[1:] != tensor.shape:
+                    raise CheckpointError(
+                        f"`{name}` of member {e} is {list(tensor.shape)} for {kind}, that of member 0 is "
+                        f"{list(stack.shape[1:])}: groups of inputs of a stack must be of the same sizes in all members"
+                    )
+                stack[e].copy_(tensor)
+        return {**state, EXTRA: self._stacked(told).to_tensor()}
+
+    @property
+    def tag(self) -> Tag:
+        """What the buffers of a state_dict mean."""
+        return self._stacked(self._one.tag)
+
+    def _stacked(self, found: Tag) -> Tag:
         return replace(found, meaning=[f"e = {self.count}", *found.meaning])
 
     def get_extra_state(self) -> torch.Tensor:
         """What the buffers of a state_dict mean, as bytes (`qdsl.runtime.state`)."""
-        return self._tag().to_tensor()
+        return self.tag.to_tensor()
 
     def set_extra_state(self, state: torch.Tensor) -> None:
         """Done by `_load_from_state_dict`, which must know the tag before it reads a buffer."""
@@ -214,7 +235,7 @@ class QuantStack(nn.Module):
             except CheckpointError as problem:
                 error_msgs.append(f"{place}: {problem}")
                 return
-            if problem := self._tag().disagreement(saved):
+            if problem := self.tag.disagreement(saved):
                 error_msgs.append(f"{place}: {problem}")
                 return
             given[prefix + EXTRA] = replace(saved, meaning=list(saved.meaning)[1:]).to_tensor()

@@ -18,6 +18,7 @@ from qdsl.manifest import Buffer, buffer_from_json, plain_params
 from qdsl.scheme import Scheme
 
 FORMAT = 2
+EXTRA = "_extra_state"  # torch's name for what `get_extra_state` returns
 
 
 @dataclass(frozen=True)
@@ -75,4 +76,5 @@ def tag(scheme: Scheme, n: int, k: int, kind: str, held: Mapping[str, Buffer], l
     meaning += [f"{t.name} = {list(t.value)}" for t in scheme.weight.tensors if isinstance(t.value, tuple)]
     meaning += [f"x ~ {a.operand.decode}" for a in scheme.activations]
     meaning += [f"y = {scheme.output.value}"]
-    return Tag(scheme.bound, scheme.text, plain_params(scheme), meaning, kind, tuple(held.values()), loaded)
+    buffers = tuple(held[t.name] for t in scheme.tensors if t.name in held)  # in one order, however they came
+    return Tag(scheme.bound, scheme.text, plain_params(scheme), meaning, kind, buffers, loaded)

@@ -63,8 +63,42 @@ def opened(path: Path, changes: Mapping[str, Any]) -> tuple[Mapping[str, Any], s
     return config, source, method_of(config, source), StoredTensors(path)
 
 
+def opened_floats(path: Path, changes: Mapping[str, Any]) -> tuple[str, str, Stored]:
+    """(the name of the settings' file, "float", the tensors) of a directory whose tensors no tool has quantized.
+
+    Raises CheckpointError where they are quantized already, or can't be read.
+    """
+    instead = "leave out `scheme` to load it, or quantize the float checkpoint that it was made from"
+    if path.is_file():
+        raise CheckpointError(
+            f"{path}: a file with types of its own for its tensors, and a scheme was asked for; {instead}"
+        )
+    if changes:
+        raise CheckpointError(
+            f"{path}: settings are of quantized checkpoints, and a scheme was asked for; leave one out"
+        )
+    if found := _settings(path):
+        config, source = found
+        method = config.get("quant_method") or unnamed(config, source) or "a method that it does not name"
+        raise CheckpointError(
+            f"{path}: quantized already, by {method} ({source}), and a scheme was asked for; {instead}"
+        )
+    return "config.json", "float", StoredTensors(path)
+
+
 # ---- the settings -------------------------------------------------------------------------------------------
 def read_config(directory: Path) -> tuple[dict[str, Any], str]:
+    """(quantization settings, the file they are in); raises CheckpointError without any."""
+    if found := _settings(directory):
+        return found
+    raise CheckpointError(
+        f"{directory}: no quantization settings in config.json (quantization_config, compression_config), "
+        f"{', '.join(SETTINGS[:-1])} or {SETTINGS[-1]}; is this a quantized checkpoint? A float one needs `scheme`, by which "
+        "it is quantized"
+    )
+
+
+def _settings(directory: Path) -> tuple[dict[str, Any], str] | None:
     """(quantization settings, the file they are in); the first place that has them counts."""
     if not directory.is_dir():
         raise CheckpointError(f"{directory}: no such checkpoint directory")
@@ -82,10 +116,7 @@ def read_config(directory: Path) -> tuple[dict[str, Any], str]:
     for name in SETTINGS:
         if found := _json(directory / name):
             return dict(found), name
-    raise CheckpointError(
-        f"{directory}: no quantization settings in config.json (quantization_config, compression_config), "
-        f"{', '.join(SETTINGS[:-1])} or {SETTINGS[-1]}; is this a quantized checkpoint?"
-    )
+    return None
 
 
 def _json(path: Path) -> dict[str, Any]:
@@ -115,7 +146,9 @@ def method_of(config: Mapping[str, Any], source: str) -> str:
 
 # ---- the files ---------------------------------------------------------------------------------------------------
 class StoredTensors(Mapping[str, torch.Tensor]):
-    """The tensors of a checkpoint's safetensors files, read one by one when asked for.
+    """The tensors of a checkpoint's safetensors files, read one by one when asked for, each into memory of its own.
+
+    Files are not mapped: what has been read of a mapped file stays in the process beside what was made of it.
 
     headers   name -> tensor on the meta device, for shape and type
     file      name -> the file it lies in
@@ -168,7 +201,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         path = self.file[name]
         try:
             if path not in self._opened:
-                self._opened[path] = safetensors.safe_open(path, "pt")
+                self._opened[path] = safetensors.safe_open(path, "pt", backend="pread")
             return read(self._opened[path])
         except (safetensors.SafetensorError, OSError) as problem:
             raise CheckpointError(f"{path}: `{name}` can't be read ({problem})") from None
@@ -178,6 +211,14 @@ class StoredTensors(Mapping[str, torch.Tensor]):
 
     def __len__(self) -> int:
         return len(self.headers)
+
+
+def weights_file(directory: Path) -> Path:
+    """The file by which a checkpoint's tensors are found: the index, or the one that holds them all.
+
+    Raises CheckpointError where there is none, or several might be meant.
+    """
+    return _index(directory) or _single(directory)
 
 
 class Unstacked(Mapping[str, torch.Tensor]):

@@ -1,19 +1,20 @@
-"""The exact weight behind a layer's buffers: kernel layout -> bit patterns -> float64."""
+"""The exact weight behind a layer's buffers: kernel layout -> bit patterns -> float64; and bit patterns out of floats."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 import numpy as np
 import torch
 
+from qdsl import reference
+from qdsl.diagnostic import Error
 from qdsl.manifest import Buffer
-from qdsl.reference import decode_weight
+from qdsl.reference import bands, decode_weight, in_band
 from qdsl.runtime.buffer import inputs_of, unpacked
-from qdsl.scheme import Group, Scheme, Var
+from qdsl.scheme import Scheme
 
-_ROWS = 1 << 22  # elements decoded at a time: a few temporaries of 8 bytes each
+_ELEMENTS = 1 << 22  # decoded at a time: a few temporaries of 8 bytes each
 
 
 def patterns(
@@ -28,7 +29,7 @@ def patterns(
 def decoded(scheme: Scheme, given: Mapping[str, np.ndarray], n: int, k: int) -> np.ndarray:
     """The weight [n, k] in float64, without rounding."""
     result = np.empty((n, k))
-    for rows in _bands(scheme, n, k):
+    for rows in bands(scheme, n, k, _ELEMENTS):
         result[rows] = decode_weight(scheme, _band(scheme, given, rows), rows.stop - rows.start, k)
     return result
 
@@ -36,30 +37,32 @@ def decoded(scheme: Scheme, given: Mapping[str, np.ndarray], n: int, k: int) -> 
 def rounded(scheme: Scheme, given: Mapping[str, np.ndarray], n: int, k: int, kind) -> np.ndarray:
     """Bit patterns of the weight [n, k] in the format `kind`, rounded once from the exact value."""
     result = np.empty((n, k), kind.storage)
-    for rows in _bands(scheme, n, k):
+    for rows in bands(scheme, n, k, _ELEMENTS):
         result[rows] = kind.encode(decode_weight(scheme, _band(scheme, given, rows), rows.stop - rows.start, k))
     return result
 
 
-def _bands(scheme: Scheme, n: int, k: int) -> Iterator[slice]:
-    """Runs of rows that no group of rows crosses."""
-    groups = [i.size or n for t in scheme.weight.loaded for i in t.index if isinstance(i, Group) and i.axis == "n"]
-    unit = math.lcm(*groups) if groups else 1
-    step = max(unit, _ROWS // max(k, 1) // unit * unit)
-    for start in range(0, n, step):
-        yield slice(start, min(n, start + step))
-
-
 def _band(scheme: Scheme, given: Mapping[str, np.ndarray], rows: slice) -> dict[str, np.ndarray]:
-    part = {}
-    for t in scheme.weight.loaded:
-        cut = []
-        for i in t.index:
-            if i == Var("n"):
-                cut.append(rows)
-            elif isinstance(i, Group) and i.axis == "n" and i.size is not None:
-                cut.append(slice(rows.start // i.size, -(-rows.stop // i.size)))
-            else:
-                cut.append(slice(None))
-        part[t.name] = given[t.name][tuple(cut)]
-    return part
+    return {t.name: given[t.name][in_band(t, rows)] for t in scheme.weight.loaded}
+
+
+def quantized(scheme: Scheme, floats: torch.Tensor) -> dict[str, np.ndarray]:
+    """Bit patterns of every weight tensor, from a float weight [n, k] of any torch type, by the scheme's `quantize` block.
+
+    Raises Error where a number is not finite, or a scale beyond its type.
+    """
+    if not torch.isfinite(floats).all():
+        at = (~torch.isfinite(floats)).nonzero()[0].tolist()
+        raise Error(f"the weight is {floats[tuple(at)].item()} at {at}; only finite numbers can be quantized")
+    floats = floats if floats.dtype == torch.float64 else floats.float()  # exact, and a type that numpy has
+    found = reference.quantize(scheme, floats.cpu().numpy())
+    for name, patterns in found.items():
+        kind = scheme.tensor(name).dtype
+        if kind.is_float and scheme.tensor(name).role != "code":
+            wrong = ~np.isfinite(kind.decode(patterns))
+            if wrong.any():
+                at = np.argwhere(wrong)[0].tolist()
+                raise Error(
+                    f"{scheme.bound}: `{name}` at {at} is beyond {kind}; it needs a wider type, or smaller weights"
+                )
+    return found

@@ -21,6 +21,7 @@ import qdsl
 from qdsl import reference
 from qdsl.runtime import QuantExperts, QuantLinear, QuantStack, load_quantized
 from qdsl.runtime.checkpoint import examine
+from qdsl.runtime.conversion import convert
 from qdsl.runtime.inspection import inspect
 
 transformers = pytest.importorskip("transformers")
@@ -324,6 +325,8 @@ def test_lists_of_experts_are_stacked_and_run_their_own_forward(tmp_path):
     again = copy.deepcopy(model)
     again.load_state_dict(model.state_dict())
     assert torch.equal(again.mlp(x), found)
+    out = convert(directory, tmp_path / "converted", model=nn.ModuleDict({"mlp": Listed()}))
+    assert torch.equal(load_quantized(nn.ModuleDict({"mlp": Listed()}), out).mlp(x), found)
     tensors["mlp.experts.1.down_proj.weight"] = torch.zeros(HIDDEN, INNER)  # one of them dense: each by itself
     less = {
         name: t
@@ -425,6 +428,8 @@ def test_mxfp4_of_gpt_oss(tmp_path):
     state, tensors = made_mxfp4(built(gpt_oss()))
     directory = written(tmp_path / "gpt_oss", gpt_oss(), MXFP4, tensors)
     model, exact = load_quantized(built(gpt_oss()), directory), built(gpt_oss(), torch.float64)
+    again = load_quantized(built(gpt_oss()), convert(directory, tmp_path / "converted"))
+    assert torch.equal(again(TOKENS).logits, model(TOKENS).logits)
     exact.load_state_dict(state)
     experts = experts_of(model)
     for own, stack in experts.projections.items():

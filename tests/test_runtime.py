@@ -398,7 +398,7 @@ def test_bits_of_another_devices_layout_are_repacked():
     """As between CPU and GPU: here the foreign layout is that of the checkpoint."""
     layer, patterns = filled(dtype=torch.float32)
     x = inputs(layer, 3)
-    tag = layer._tag()
+    tag = layer.tag
     foreign, state = [], layer.state_dict()
     for buffer in tag.buffers:
         binding = next(b for b in layer.scheme.layouts["autoawq"].bindings if b.tensor == buffer.tensor)
@@ -571,7 +571,7 @@ def test_quantizing_a_float_layer(name):
 
 
 def test_schemes_that_need_calibration_say_so():
-    with pytest.raises(qdsl.Error, match=r"must be calibrated|no quantize block"):
+    with pytest.raises(qdsl.Error, match=r"must be calibrated|no `quantize` block"):
         QuantLinear.from_float(nn.Linear(128, 64), "w8a8_static")
 
 

@@ -13,6 +13,9 @@ from typing import Any
 
 import torch
 
+from qdsl.runtime.state import Tag
+from qdsl.scheme import Scheme
+
 Headers = Mapping[str, torch.Tensor]  # of all stored tensors, on the meta device
 Read = Callable[[str], torch.Tensor]  # the numbers of a stored tensor
 
@@ -22,12 +25,14 @@ class Module:
     """One nn.Linear of the model, or one of a stack of experts, which must all be stored alike.
 
     stack   what the names of its stack begin with; empty where it is in none
+    count   how many of them qdsl saved in one; 0 where it is by itself
     """
 
     n: int
     k: int
     bias: bool
     stack: str = ""
+    count: int = 0
 
 
 @dataclass(frozen=True)
@@ -48,15 +53,18 @@ class Made:
 class Choice:
     """How one module is stored.
 
+    scheme    a shipped name, or a scheme with its parameters
+    layout    empty where floats are stored, of which the scheme's `quantize` block makes codes
     tensors   full stored name -> the name that the layout uses
     leading   for stored tensors that are padded: the shape of the part that means something
     given     tensors that the format implies and does not store
     made      tensors that are stored in another form than the layout's
     unread    full names of stored tensors that say nothing more: constants and shapes that were checked
     why       what decided, in a few words
+    tag       of a module that qdsl saved in kernel layout: what its tensors hold; there is no `layout` then
     """
 
-    scheme: str
+    scheme: str | Scheme
     params: Mapping[str, Any]
     layout: str
     bias: bool
@@ -66,6 +74,7 @@ class Choice:
     made: Mapping[str, Made] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
     why: str = ""
+    tag: Tag | None = None
 
 
 @dataclass
@@ -93,6 +102,7 @@ from qdsl.runtime.checkpoints import (  # noqa: E402  (the formats need the clas
     awq,
     bitsandbytes,
     compressed_tensors,
+    converted,
     fp8,
     gguf,
     gptq,
@@ -117,6 +127,7 @@ FORMATS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Module], Headers, R
     "mxfp4": mxfp4.plan,
     "bitsandbytes": bitsandbytes.plan,
     "gguf": gguf.plan,
+    "qdsl": converted.plan,
 }
 # Formats of one file with its settings in it, by its ending: the format's name, and what opens it.
 FILES = {".gguf": ("gguf", gguf.GgufTensors)}

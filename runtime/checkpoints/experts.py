@@ -10,12 +10,13 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
 from qdsl.runtime.checkpoints import Headers, Made, Module, Plan
 from qdsl.runtime.resolve import resolved
+from qdsl.runtime.state import EXTRA
 
 _SEPARATE = (("gate_proj", "up_proj", "down_proj"), ("w1", "w3", "w2"))
 _TOGETHER = ("gate_up_proj", "down_proj")
@@ -66,6 +67,11 @@ class Projection:
     name: str
     one: Module
     modules: tuple[str, ...]
+
+    def saved(self, experts: str) -> Projection:
+        """As qdsl saves it, in one, under its name in the model."""
+        count = len(self.modules)
+        return Projection(self.name, replace(self.one, count=count), (f"{experts}.{self.name}",) * count)
 
 
 @dataclass(frozen=True)
@@ -122,6 +128,10 @@ class Names:
 
     def experts(self, name: str, experts: Experts) -> StoredExperts:
         """How the experts of the model's module `name` are stored."""
+        if saved := saved_stacks(name, (*_SEPARATE[0], *_TOGETHER), self.stored):
+            names = _PLAIN if not experts.gated else _TOGETHER if _TOGETHER[0] in saved else _SEPARATE[0]
+            projections = (Projection(n, experts.projection(n, name), ("",) * experts.count) for n in names)
+            return StoredExperts(name, tuple(p.saved(name) for p in projections))
         base = next((b for b in spellings(name) if b in self.one or b in self.all), name)
         if base in self.one:
             return self._separate(base, experts)
@@ -180,6 +190,11 @@ class Names:
             parts,
             tuple(problems),
         )
+
+
+def saved_stacks(name: str, projections: Iterable[str], stored: Headers) -> list[str]:
+    """Of projections of the experts `name` those that qdsl saved as stacks."""
+    return [projection for projection in projections if f"{name}.{projection}.{EXTRA}" in stored]
 
 
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
