@@ -103,6 +103,9 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("--target", choices=("cpu", "cuda"), default="cpu")
     p.add_argument("-arch", "--arch", metavar="ARCH", help="sm_80, sm_90a, x86-64-v3, … (default: of this machine)")
     p.add_argument("--phase", default="", metavar="NAME", help="of schemes that have several (default: the first)")
+    p.add_argument("--scheme", metavar="SCHEME", help="of a checkpoint of floats: a .q file or a shipped scheme's name")
+    _param_argument(p)
+    _skip_argument(p)
 
     p = command("quantize", _quantize, "quantize a checkpoint of floats by a scheme's `quantize` block")
     p.add_argument("checkpoint", type=Path, metavar="MODEL", help="a directory with config.json and safetensors")
@@ -111,8 +114,7 @@ def _parser() -> argparse.ArgumentParser:
     p.add_argument("-o", "--out", type=Path, required=True, metavar="OUT", help="the directory to make; while it is not "
                    "whole it is called OUT.partial, and the same command goes on with it")  # fmt: skip
     p.add_argument("--layout", metavar="NAME", help="of the scheme (default: its first that other readers know)")
-    p.add_argument("--skip", metavar="NAME,…", help="linear layers that stay floats, by their names, the last parts of "
-                   "these, or modules around them (default: the head)")  # fmt: skip
+    _skip_argument(p)
 
     p = command("verify", _verify, "run compiled kernels against the float64 reference")
     p.add_argument("schemes", nargs="+", metavar="SCHEME", help="a .q file or a shipped scheme's name")
@@ -156,6 +158,16 @@ def _scheme_argument(p: argparse.ArgumentParser) -> None:
 def _param_argument(p: argparse.ArgumentParser) -> None:
     p.add_argument("-P", dest="params", action="append", default=[], metavar="NAME=VALUE", type=_assignment,
                    help="set a parameter of the scheme, e.g. -P bits=3 -P act=bf16; may be repeated")  # fmt: skip
+
+
+def _skip_argument(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--skip", type=_names, metavar="NAME,…", help="linear layers that stay floats, by their names, the last "
+                   "parts of these, or modules around them (default: the head)")  # fmt: skip
+
+
+def _names(text: str) -> list[str]:
+    """`lm_head,down_proj` as names; no text, no names."""
+    return [name for name in text.split(",") if name]
 
 
 def _target_arguments(p: argparse.ArgumentParser) -> None:
@@ -341,11 +353,15 @@ def _convert(args: argparse.Namespace) -> int:
 
     if args.arch:
         target(args.target, args.arch)  # what is wrong here should not wait for torch
+    if args.params and not args.scheme:
+        raise Error("-P sets a parameter of a scheme: give --scheme, which quantizes a checkpoint of floats")
+    scheme = qdsl.load(args.scheme, **dict(args.params)) if args.scheme else None
     from qdsl.runtime.conversion import convert
     from qdsl.runtime.writing import give_memory_back
 
     give_memory_back()
-    print(convert(args.checkpoint, args.out, kind=args.target, arch=args.arch, phase=args.phase))
+    target_ = {"kind": args.target, "arch": args.arch, "phase": args.phase}
+    print(convert(args.checkpoint, args.out, **target_, scheme=scheme, skip=args.skip))
     return 0
 
 
@@ -355,8 +371,7 @@ def _quantize(args: argparse.Namespace) -> int:
     from qdsl.runtime.writing import give_memory_back
 
     give_memory_back()
-    skip = None if args.skip is None else [name for name in args.skip.split(",") if name]
-    print(quantize(args.checkpoint, args.out, scheme, layout=args.layout, skip=skip))
+    print(quantize(args.checkpoint, args.out, scheme, layout=args.layout, skip=args.skip))
     return 0
 
 

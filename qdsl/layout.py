@@ -11,11 +11,13 @@ this one value, and repacking is `target.pack(source.unpack(words, shape))`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
+_BAND = 1 << 20  # elements that are packed at a time: what is made on the way is small, and stays in the cache
 
 
 @dataclass(frozen=True)
@@ -130,18 +132,20 @@ class Layout:
         if list(elements.shape) != full:
             elements = np.pad(elements, [(0, f - s) for f, s in zip(full, elements.shape, strict=True)])
         x = elements.reshape([extent[name] for name in names]).transpose([names.index(name) for name in self._order])
-        at, shape = 0, []
-        for axis in self.axes:
-            rows = math.prod(extent[name] for name in axis.digits)
-            lanes = axis.runs[0].lanes if axis.runs else ()
-            at += len(axis.digits)
-            if axis.runs:
-                x = np.moveaxis(x, range(at, at + len(lanes)), range(-len(lanes), 0))
-                x = np.concatenate([self._pack_run(x, run, lanes, extent) for run in axis.runs], -1)
-                x = np.moveaxis(x, -1, at)
-                at += 1
-            shape.append(rows * (sum(self._run_words(run, extent) for run in axis.runs) or 1))
-        return np.ascontiguousarray(x).reshape(shape).astype(self._word_type, copy=False)
+        if not (packed := self._packed):
+            return (
+                np.ascontiguousarray(x).reshape(self.stored_shape(elements.shape)).astype(self._word_type, copy=False)
+            )
+        at, lanes = packed
+        words = np.zeros(self.stored_shape(elements.shape), self._word_type)
+        x = np.moveaxis(x, range(at, at + len(lanes)), range(-len(lanes), 0))
+        out, start = np.moveaxis(words.reshape(self._split(extent)), at, -1), 0
+        for run in self._runs:
+            count = self._run_words(run, extent)
+            for band in _bands(x.shape, len(lanes)):
+                self._pack_run(np.ascontiguousarray(x[band]), out[band][..., start : start + count], run, lanes, extent)
+            start += count
+        return words
 
     def unpack(self, words: np.ndarray, shape: Sequence[int]) -> np.ndarray:
         """Stored words (unsigned) to logical elements of the given shape; padding is dropped unread."""
@@ -149,23 +153,46 @@ class Layout:
         expected = self.stored_shape(shape)
         if tuple(words.shape) != expected:
             raise ValueError(f"stored shape is {list(words.shape)}, the layout needs {list(expected)}")
-        split = []
-        for axis in self.axes:
-            split += [extent[name] for name in axis.digits]
-            if axis.runs:
-                split.append(sum(self._run_words(run, extent) for run in axis.runs))
-        x, at = words.reshape(split), 0
+        names, order = [d.name for dim in self.dims for d in dim], self._order
+        full = [math.prod(extent[d.name] for d in dim) for dim in self.dims]
+        x = words.reshape(self._split(extent))
+        if not (packed := self._packed):
+            x = x.transpose([order.index(name) for name in names]).reshape(full)
+        else:
+            at, lanes = packed
+            whole = np.empty([extent[name] for name in names], f"uint{max(8, 1 << (self.bits - 1).bit_length())}")
+            out = whole.transpose([names.index(name) for name in order])
+            out = np.moveaxis(out, range(at, at + len(lanes)), range(-len(lanes), 0))
+            x = np.moveaxis(x, at, -1)
+            for band in _bands(out.shape, len(lanes)):
+                elements = np.zeros(out[band].shape, out.dtype)
+                self._unpack_runs(x[band], elements, lanes, extent)
+                out[band] = elements
+            x = whole.reshape(full)
+        return np.asarray(x[tuple(slice(size) for size in shape)], order="C")  # a scalar stays a scalar
+
+    @property
+    def _packed(self) -> tuple[int, tuple[Lane, ...]] | None:
+        """(where among the digits in stored order, the digits) of the axis whose words hold several elements."""
+        at = 0
         for axis in self.axes:
             at += len(axis.digits)
             if axis.runs:
-                lanes = axis.runs[0].lanes
-                x = self._unpack_runs(np.moveaxis(x, at, -1), axis.runs, extent)
-                x = np.moveaxis(x, range(-len(lanes), 0), range(at, at + len(lanes)))
-                at += len(lanes)
-        names, order = [d.name for dim in self.dims for d in dim], self._order
-        x = x.transpose([order.index(name) for name in names])
-        x = x.reshape([math.prod(extent[d.name] for d in dim) for dim in self.dims])
-        return np.asarray(x[tuple(slice(size) for size in shape)], order="C")  # a scalar stays a scalar
+                return at, axis.runs[0].lanes
+        return None
+
+    @property
+    def _runs(self) -> tuple[Run, ...]:
+        return next((axis.runs for axis in self.axes if axis.runs), ())
+
+    def _split(self, extent: dict[str, int]) -> list[int]:
+        """The stored shape with every digit that counts words apart, and the words of runs together."""
+        shape = []
+        for axis in self.axes:
+            shape += [extent[name] for name in axis.digits]
+            if axis.runs:
+                shape.append(sum(self._run_words(run, extent) for run in axis.runs))
+        return shape
 
     @property
     def _word_type(self) -> np.dtype:
@@ -188,34 +215,34 @@ class Layout:
             values.append(tuple(digit[lane.name] for lane in lanes))
         return values
 
-    def _pack_run(self, x: np.ndarray, run: Run, lanes: tuple[Lane, ...], extent: dict[str, int]) -> np.ndarray:
-        out = np.zeros((*x.shape[: x.ndim - len(lanes)], self._run_words(run, extent)), self._word_type)
+    def _pack_run(
+        self, x: np.ndarray, out: np.ndarray, run: Run, lanes: tuple[Lane, ...], extent: dict[str, int]
+    ) -> None:
+        """Write the words of a run, from the elements with their lanes as last axes."""
         values = self._lane_values(run, lanes, extent)
-        kind = np.result_type(x.dtype, self._word_type).type  # wide enough for both, and no wider: x may be large
+        kind = np.result_type(x.dtype, self._word_type).type  # wide enough for both, and no wider
         for position, offset, width, low in self._fields(run, extent):
-            element = (x[(..., *values[position])] >> x.dtype.type(low)).astype(kind) & kind((1 << width) - 1)
+            element = (x[(..., *values[position])] >> x.dtype.type(low)).astype(kind, copy=False)
+            element &= kind((1 << width) - 1)
             word, shift = divmod(offset, self.word)
-            out[..., word] |= (element << kind(shift)).astype(self._word_type)  # what leaves the word is in the next
             if shift + width > self.word:
-                out[..., word + 1] |= (element >> kind(self.word - shift)).astype(self._word_type)
-        return out
+                out[..., word + 1] |= (element >> kind(self.word - shift)).astype(self._word_type, copy=False)
+            element <<= kind(shift)  # what leaves the word is in the next
+            out[..., word] |= element.astype(self._word_type, copy=False)
 
-    def _unpack_runs(self, x: np.ndarray, runs: tuple[Run, ...], extent: dict[str, int]) -> np.ndarray:
-        lanes, start = runs[0].lanes, 0
-        out = np.zeros(
-            (*x.shape[:-1], *(extent[lane.name] for lane in lanes)), f"uint{max(8, 1 << (self.bits - 1).bit_length())}"
-        )
-        for run in runs:
+    def _unpack_runs(self, x: np.ndarray, out: np.ndarray, lanes: tuple[Lane, ...], extent: dict[str, int]) -> None:
+        """The inverse of all runs, into zeros."""
+        start = 0
+        for run in self._runs:
             values = self._lane_values(run, lanes, extent)
             for position, offset, width, low in self._fields(run, extent):
                 word, shift = divmod(offset, self.word)
                 field = x[..., start + word] >> self._word_type.type(shift)
                 if shift + width > self.word:
-                    field = field | (x[..., start + word + 1] << self._word_type.type(self.word - shift))
-                field = field & self._word_type.type((1 << width) - 1)
-                out[(..., *values[position])] |= (field << self._word_type.type(low)).astype(out.dtype)
+                    field |= x[..., start + word + 1] << self._word_type.type(self.word - shift)
+                field = field.astype(out.dtype, copy=False) & out.dtype.type((1 << width) - 1)
+                out[(..., *values[position])] |= field << out.dtype.type(low)
             start += self._run_words(run, extent)
-        return out
 
     # ---- one element --------------------------------------------------------------------------------------------
     def address(
@@ -259,6 +286,16 @@ class Layout:
         inverse = tuple(lane.order.index(i) for i in range(len(lane.order)))
         digit = value[lane.name]
         return inverse[digit] if isinstance(digit, int | np.integer) else look_up(digit, inverse)
+
+
+def _bands(shape: Sequence[int], lanes: int) -> Iterator[Any]:
+    """Slices of the first axis, so that what is made of one is a few megabytes; the last `lanes` axes stay whole."""
+    if len(shape) == lanes:
+        yield ...
+        return
+    rows = max(1, _BAND // max(1, math.prod(shape[1:])))
+    for start in range(0, shape[0], rows):
+        yield slice(start, start + rows)
 
 
 def _is_one(stride: Any) -> bool:

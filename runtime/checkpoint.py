@@ -21,16 +21,19 @@ from qdsl.diagnostic import CheckpointError, Error
 from qdsl.order import Inputs
 from qdsl.runtime.buffer import stored_shape, torch_type
 from qdsl.runtime.checkpoints import FORMATS, Choice, Module, Plan, unquantized
+from qdsl.runtime.checkpoints import experts as of_experts
+from qdsl.runtime.checkpoints.experts import Projection, Stacks, spellings
 from qdsl.runtime.checkpoints.unquantized import Wish
+from qdsl.runtime.experts import ListedExperts, QuantExperts, StackedExperts, lists_of, stacks_of
 from qdsl.runtime.linear import QuantLinear
 from qdsl.runtime.resolve import check_layer, free_names, kept_tensors, misfits, resolved
+from qdsl.runtime.stack import QuantStack
 from qdsl.runtime.state import Tag
-from qdsl.runtime.stored import Stored, opened, opened_floats, some
+from qdsl.runtime.stored import Stored, Unstacked, opened, opened_floats, some
 from qdsl.scheme import Scheme, Tensor
 
 # Stored by some tools, derived by every model that uses them.
 _DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
-_EXPERTS = re.compile(r"\.experts\.")
 _LISTED = 8  # parameters that are in no file, of which each has a line
 
 
@@ -54,8 +57,9 @@ def load_quantized(
     skip       linears that stay as they are: names, last components of names, or modules around them.  By default the
                head alone; an empty list leaves none out
 
-    Linears that the checkpoint stores quantized, or of which the scheme makes codes, become `QuantLinear`s; every other
-    parameter is loaded as it is.  A tied head stays tied unless it is one of them.  Raises CheckpointError, listing all that is wrong and
+    Linears that the checkpoint stores quantized, or of which the scheme makes codes, become `QuantLinear`s, the experts of a
+    layer, be they 3-D parameters or lists of linears, `QuantExperts`; every other parameter is loaded as it is.  A tied head
+    stays tied unless it is one of them.  Raises CheckpointError, listing all that is wrong and
     naming file and tensor, before the model changes.
     """
     directory = Path(directory)
@@ -66,7 +70,7 @@ def load_quantized(
     options = {"compile": compile, "batch_invariant": batch_invariant, "phase": phase}
     layers = empty_layers(model, directory, found, device, dtype, options)
     for name in progress(layers, "loading quantized layers" if scheme is None else "quantizing layers"):
-        layers[name] = filled(layers[name], name, found, dtype or model.get_submodule(name).weight.dtype)
+        layers[name] = filled(layers[name], name, found, _home(_like(model.get_submodule(name)), device, dtype)[1])
     values = {}
     for key, (old, source) in found.dense.items():  # one by one, so that no two copies of all of them are there
         place, kind = _home(old, device, dtype)
@@ -84,14 +88,13 @@ def refuse(directory: Path, problems: Sequence[str]) -> None:
 def empty_layers(
     model: nn.Module, directory: Path, found: Examination, device: torch.device | str | None,
     dtype: torch.dtype | None, options: Mapping[str, Any],
-) -> dict[str, QuantLinear]:  # fmt: skip
-    """Layers without numbers for every quantized module, made beside the model; raises CheckpointError with all that
+) -> dict[str, QuantLinear | QuantExperts]:  # fmt: skip
+    """Layers without numbers for every module that is replaced, made beside the model; raises CheckpointError with all that
     is wrong.  `options` are those of QuantLinear's constructor."""
     layers, problems = {}, []
-    for name, choice in found.plan.choices.items():
-        own = {**options, "phase": _phase(choice, options["phase"])}
+    for name in found.quantized:
         try:
-            layers[name] = _layer(model.get_submodule(name), choice, device, dtype, own)
+            layers[name] = empty_layer(name, model.get_submodule(name), found, device, dtype, options)
         except (Error, TypeError) as problem:
             problems.append(f"{name}: {problem}")
     refuse(directory, problems)
@@ -125,7 +128,10 @@ class Examination:
     """What a checkpoint holds for a model, as its settings and its headers say.
 
     method    the format's name; `source` the file of its settings
-    plan      what its format makes of the quantized modules
+    plan      what its format makes of the quantized modules; those of one expert go by the checkpoint's names
+    experts   the model's 3-D parameters of experts, by name: what they are, and how they are stored
+    stacks    the experts that are replaced, by name: their projections
+    quantized the modules of the model that are replaced
     dense     every parameter and persistent buffer that stays: its first name -> (the tensor, the stored one's name)
     problems  that forbid loading, each with the file it is about before it
     notices   for the user
@@ -134,6 +140,9 @@ class Examination:
     method: str
     source: str
     plan: Plan
+    experts: Stacks
+    stacks: dict[str, tuple[Projection, ...]]
+    quantized: tuple[str, ...]
     files: Stored
     dense: dict[str, tuple[torch.Tensor, str]]
     problems: list[str]
@@ -150,39 +159,53 @@ def examine(
 
     Raises CheckpointError where files or settings can't be read at all, or are not of the kind that was asked for.
     """
-    modules = linears(model)
     config: Mapping[str, Any] = {}
     if asked is not None:
         source, method, files = opened_floats(directory, settings or {})
     else:
         config, source, method, files = opened(directory, settings or {})
+    experts, unknown = stacks_of(model, files.headers)
+    parts = {name: part for _, stored in experts.values() for name, part in stored.parts.items()}
+    files = Unstacked(files, parts) if parts else files
+    own, lists = linears(model), lists_of(model, files.headers)
+    of_lists, of_one = (
+        {name: p.one for projections in each for p in projections for name in p.modules}
+        for each in (lists.values(), (stored.projections for _, stored in experts.values()))
+    )
+    modules = {**own, **of_lists, **of_one}
     try:
         if asked is not None:
-            plan = unquantized.plan(asked, modules, _weights(model, files.headers), files.headers, phase)
+            plan = unquantized.plan(asked, own, _weights(model, files.headers), files.headers, phase)
         else:
             plan = FORMATS[method](config, modules, files.headers, files.__getitem__)
     except CheckpointError as problem:  # a setting of the wrong type, or a file that can't be read after all
         raise CheckpointError(f"{directory} can't be loaded:\n- {source}: {problem}") from None
+    stacks, apart = of_experts.quantized(experts, plan, files.headers)
+    stacks |= {name: projections for name, projections in lists.items() if of_experts.alike(projections, plan)}
+    plan.problems += [*unknown.values(), *apart]
+    stacked = {name for projections in stacks.values() for p in projections for name in p.modules}
+    quantized = (*(name for name in own if name in plan.choices and name not in stacked), *stacks)
     problems = [_placed(problem, source, files) for problem in plan.problems]
-    dense = _dense(model, plan.choices, files.headers)
+    dense = _dense(model, quantized, files.headers)
     if (
         not problems or plan.choices
     ):  # of a format that we do not read, that its tensors have no place says nothing more
-        refused = _refused(plan, modules)
+        refused = (*_refused(plan, modules), *of_experts.refused(plan, experts, unknown))
         dense = {name: entry for name, entry in dense.items() if not name.startswith(refused)}
         taken = {name for choice in plan.choices.values() for name in (*choice.tensors, *choice.unread)}
         taken |= plan.skipped | {source for _, source in dense.values()}
+        taken |= {source for _, name in dense.values() if name in plan.dense for source in plan.dense[name].sources}
         taken |= {name for name in files if name.startswith(refused)}
-        problems += _check_dense(
-            dense, {**files.headers, **{name: made.header for name, made in plan.dense.items()}}, files
-        ) + _unplaced(model, files, taken, dense)
+        problems += _check_dense(dense, plan, files) + _unplaced(model, files, taken, dense, plan)
         for name, choice in plan.choices.items():
             problems += [
                 f"{_where(choice, files)}: {name}: {p}" for p in _misfits(name, modules[name], choice, files, phase)
             ]
     if phase and not any(resolved(c.scheme, c.params, None).phases for c in plan.choices.values()):
         problems.append(f"no layer of it has phases, and phase = {phase!r} was asked for")
-    return Examination(method, source, plan, files, dense, problems, _notices(plan))
+    problems = of_experts.together([of_experts.as_stored(problem, experts) for problem in problems])
+    notices = [of_experts.as_stored(notice, experts) for notice in _notices(plan)]
+    return Examination(method, source, plan, experts, stacks, quantized, files, dense, problems, notices)
 
 
 def _notices(plan: Plan) -> list[str]:
@@ -221,13 +244,13 @@ def linears(model: nn.Module) -> dict[str, Module]:
 
 
 def _dense(
-    model: nn.Module, choices: Mapping[str, Choice], stored: Mapping[str, torch.Tensor]
+    model: nn.Module, replaced: Iterable[str], stored: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[torch.Tensor, str]]:
     """Every parameter and persistent buffer that stays: its first name -> (the tensor, the stored tensor's name).
 
     Tied parameters are one entry; whichever of their names the checkpoint has is taken.
     """
-    quantized = tuple(f"{name}." for name in choices)
+    quantized = tuple(f"{name}." for name in replaced)
     names: dict[int, list[str]] = {}
     tensors: dict[int, torch.Tensor] = {}
     persistent = model.state_dict(keep_vars=True)
@@ -236,7 +259,7 @@ def _dense(
             names.setdefault(id(tensor), []).append(name)
             tensors[id(tensor)] = tensor
     return {
-        known[0]: (tensors[key], next((name for name in known if name in stored), known[0]))
+        known[0]: (tensors[key], next((s for name in known for s in spellings(name) if s in stored), known[0]))
         for key, known in names.items()
     }
 
@@ -253,25 +276,23 @@ def floats(source: str, found: Examination) -> torch.Tensor:
     return found.files[source] if made is None else made.make({name: found.files[name] for name in made.sources})
 
 
-def _check_dense(
-    dense: Mapping[str, tuple[torch.Tensor, str]], headers: Mapping[str, torch.Tensor], files: Stored
-) -> list[str]:
+def _check_dense(dense: Mapping[str, tuple[torch.Tensor, str]], plan: Plan, files: Stored) -> list[str]:
+    headers = {**files.headers, **{name: made.header for name, made in plan.dense.items()}}
     problems = []
     for tensor, source in dense.values():
         header = headers.get(source)
         if header is None:
             continue
+        file = files.file[source if source in files.file else plan.dense[source].sources[0]]
         if header.shape != tensor.shape:
-            problems.append(
-                f"{files.file[source].name}: `{source}` is {list(header.shape)}, the model needs {list(tensor.shape)}"
-            )
+            problems.append(f"{file.name}: `{source}` is {list(header.shape)}, the model needs {list(tensor.shape)}")
         elif header.is_floating_point() != tensor.is_floating_point():
-            problems.append(f"{files.file[source].name}: `{source}` is {header.dtype}, the model holds {tensor.dtype}")
+            problems.append(f"{file.name}: `{source}` is {header.dtype}, the model holds {tensor.dtype}")
     return problems
 
 
 def _unplaced(
-    model: nn.Module, files: Stored, taken: set[str], dense: dict[str, tuple[torch.Tensor, str]]
+    model: nn.Module, files: Stored, taken: set[str], dense: dict[str, tuple[torch.Tensor, str]], plan: Plan
 ) -> list[str]:
     """Tensors without a place and parameters without a tensor; drops from `dense` what the model says may be absent.
 
@@ -281,7 +302,7 @@ def _unplaced(
     surplus = [re.compile(p) for p in getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()]
     missing, problems, astray = [], [], {}
     for name, (tensor, source) in list(dense.items()):
-        if source in files:
+        if source in files or source in plan.dense:
             continue
         if not isinstance(tensor, nn.Parameter) and any(p.search(name) for p in optional):
             del dense[name]
@@ -304,8 +325,7 @@ def _unplaced(
     if len(missing) > _LISTED:
         missing[_LISTED:] = [f"{len(missing) - _LISTED} more that the model needs are in no file"]
     for file, names in astray.items():
-        stacks = "; stacks of experts are not loaded yet" if any(_EXPERTS.search(name) for name in names) else ""
-        problems.append(f"{file}: {some(names)} {'has' if len(names) == 1 else 'have'} no place in the model{stacks}")
+        problems.append(f"{file}: {some(names)} {'has' if len(names) == 1 else 'have'} no place in the model")
     return missing + problems
 
 
@@ -370,7 +390,8 @@ def _unlike_tag(
         needed = list(header.shape)
         if each in wanted and not free_names({each: wanted[each]}) and not (buffer.order and buffer.order.index):
             shape = wanted[each].shape(sizes, scheme)  # the other shapes depend on numbers
-            needed = list(stored_shape(buffer, wanted[each], shape, Inputs(module.k)))
+            needed = [module.count] * bool(module.count)
+            needed += stored_shape(buffer, wanted[each], shape, Inputs(module.k))
         if list(header.shape) != needed or header.dtype != torch_type(buffer):
             problems.append(
                 f"`{name}.{each}` is {list(header.shape)} {header.dtype}, its tag says {needed} {buffer.dtype}"
@@ -384,35 +405,76 @@ def _where(choice: Choice, files: Stored) -> str:
 
 
 # ---- layers ------------------------------------------------------------------------------------------------------
-def _layer(old: nn.Module, choice: Choice, device, dtype, options: Mapping[str, Any]) -> QuantLinear:
-    """An empty layer for a module; raises what the layer's constructor does."""
-    assert isinstance(old, nn.Linear), "plans name linears of the model"
-    place, kind = _home(old.weight, device, dtype)
-    if choice.tag is not None:
-        kind = None  # as it was saved; `filled` casts it
-    return QuantLinear(
-        choice.scheme, old.in_features, old.out_features, choice.bias, place, kind, **options, **choice.params
-    )
+def empty_layer(
+    name: str, old: nn.Module, found: Examination, device: torch.device | str | None, dtype: torch.dtype | None,
+    options: Mapping[str, Any],
+) -> QuantLinear | QuantExperts:  # fmt: skip
+    """A layer without numbers for a module; raises what the layer's constructor does."""
+    place, wanted = _home(_like(old), device, dtype)
+
+    def made(kind, module: str, one: Module, *count: int):
+        choice = found.plan.choices[module]
+        own = {**options, "phase": _phase(choice, options["phase"]), **choice.params}
+        given = None if choice.tag is not None else wanted  # None: as it was saved; `filled` casts it
+        return kind(*count, choice.scheme, one.k, one.n, choice.bias, place, given, **own)
+
+    if name not in found.stacks:
+        assert isinstance(old, nn.Linear), "plans name linears of the model, and experts"
+        return made(QuantLinear, name, Module(old.out_features, old.in_features, old.bias is not None))
+    stacks = {p.name: made(QuantStack, p.modules[0], p.one, len(p.modules)) for p in found.stacks[name]}
+    if isinstance(old, nn.ModuleList):
+        return ListedExperts(old, stacks)
+    return StackedExperts(old, found.experts[name][0], stacks)
+
+
+def _like(old: nn.Module) -> torch.Tensor:
+    """The parameter whose type and device a layer takes over."""
+    return next(old.parameters())
 
 
 def _phase(choice: Choice, phase: str) -> str:
     return phase if resolved(choice.scheme, choice.params, None).phases else ""
 
 
-def filled(layer: QuantLinear, name: str, found: Examination, dtype: torch.dtype) -> QuantLinear:
+def filled(
+    layer: QuantLinear | QuantExperts, name: str, found: Examination, dtype: torch.dtype
+) -> QuantLinear | QuantExperts:
     """The layer, which now has the numbers of a module; `dtype` is the type of its activations."""
-    choice, files = found.plan.choices[name], found.files
+    choices, files = found.plan.choices, found.files
+    if isinstance(layer, QuantLinear):
+        _give(layer, name, choices[name], files, dtype)
+        return layer
+    for p in found.stacks[name]:
+        stack = layer.projections[p.name]
+        if choices[p.modules[0]].tag is not None:
+            _give(stack, p.modules[0], choices[p.modules[0]], files, dtype)
+            continue
+        stack.fill(
+            lambda e, one, p=p: _give(
+                one,
+                p.modules[e],
+                choices[p.modules[e]],
+                files.member(e) if isinstance(files, Unstacked) else files,
+                dtype,
+            )
+        )
+    return layer
+
+
+def _give(layer: QuantLinear | QuantStack, name: str, choice: Choice, files: Stored, dtype: torch.dtype) -> None:
     try:
         if choice.tag is not None:  # cloned: the memory of a reader is not aligned as kernels want it
             layer.load_state_dict({short: files[full].clone() for full, short in choice.tensors.items()})
-            return layer.to(dtype)
+            layer.to(dtype)
+            return
         if not choice.layout:
             given = {short: files[full] for full, short in choice.tensors.items()}
-            return layer.quantize(given["weight"], given.get("bias"))
+            layer.quantize(given["weight"], given.get("bias"))
+            return
         stored = _Renamed(files, name, replace(choice, leading={}), {})
         own = {full.removeprefix(f"{name}."): stored[full] for full in stored} if choice.made else {}
         made = {short: made.make(own) for short, made in choice.made.items()}
-        return layer.load(_Renamed(files, name, choice, {**choice.given, **made}), f"{name}.", choice.layout)
+        layer.load(_Renamed(files, name, choice, {**choice.given, **made}), f"{name}.", choice.layout)
     except (Error, RuntimeError, TypeError, ValueError) as problem:
         raise CheckpointError(f"{_where(choice, files)}: {name}: {problem}") from None
 
@@ -455,7 +517,7 @@ def _home(
 
 
 def _install(
-    model: nn.Module, layers: Mapping[str, QuantLinear], dense: Mapping[str, tuple[torch.Tensor, str]],
+    model: nn.Module, layers: Mapping[str, QuantLinear | QuantExperts], dense: Mapping[str, tuple[torch.Tensor, str]],
     values: Mapping[str, torch.Tensor], device: torch.device | str | None,
 ) -> None:  # fmt: skip
     """Change the model, at last."""

@@ -1,9 +1,10 @@
-"""From a quantized checkpoint to one in kernel layout, which loads without repacking: `qdsl convert`."""
+"""From a checkpoint, quantized or of floats with a scheme, to one in kernel layout, which loads without repacking:
+`qdsl convert`."""
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,17 +12,22 @@ import torch
 from torch import nn
 
 from qdsl.cache import compiler_fingerprint
+from qdsl.manifest import Buffer
 from qdsl.runtime.artifact import best_arch, buffers_of
-from qdsl.runtime.checkpoint import empty_layers, examine, filled, floats, refuse
+from qdsl.runtime.checkpoint import empty_layers, examine, filled, floats, refuse, wish
 from qdsl.runtime.checkpoints import converted
+from qdsl.runtime.experts import parts_of
 from qdsl.runtime.inspection import empty_model
 from qdsl.runtime.state import EXTRA, Tag
-from qdsl.runtime.writing import PART, check_free, parts_of, sources, write
+from qdsl.runtime.writing import PART, check_free, in_files, sources, write
+from qdsl.scheme import Scheme
 
 
 def convert(
     checkpoint: str | Path, out: str | Path, *, kind: str = "cpu", arch: str | None = None,
-    model: nn.Module | None = None, phase: str = "", settings: Mapping[str, Any] | None = None, part: int = PART,
+    model: nn.Module | None = None, phase: str = "", settings: Mapping[str, Any] | None = None,
+    scheme: str | Path | Scheme | None = None, params: Mapping[str, Any] | None = None,
+    skip: Sequence[str] | None = None, part: int = PART,
 ) -> Path:  # fmt: skip
     """Repack a checkpoint for a target's kernels; returns `out`, which `load_quantized` reads as any other checkpoint.
 
@@ -29,7 +35,7 @@ def convert(
     kind, arch   of the target, such as "cuda" and "sm_90a"; by default this machine's CPU. Another target reads the
                  result as well, and repacks it
     model        of its architecture, whose parameters may be on "meta"; by default transformers builds it from config.json
-    phase        as for load_quantized, and so are `settings`
+    phase        as for load_quantized, and so are `settings`, and for a checkpoint of floats `scheme`, `params`, `skip`
     part         stored bytes that go into one file of the result, which has at least one module
 
     Tensors keep their bits, quantized or not. Beside the weights come config.json, with other quantization settings, the
@@ -41,25 +47,35 @@ def convert(
     check_free(out)
     arch = arch or best_arch(torch.device(kind))
     model = empty_model(home) if model is None else model
-    found = examine(model, checkpoint, phase, settings)
+    asked = wish(model, scheme, params, skip)
+    found = examine(model, checkpoint, phase, settings, asked)
     for notice in found.notices:
         warnings.warn(f"{checkpoint}: {notice}", stacklevel=2)
     refuse(checkpoint, found.problems)
     options = {"compile": "auto", "batch_invariant": False, "phase": phase}
     layers = empty_layers(model, checkpoint, found, torch.device("meta"), None, options)
+    layouts: dict[tuple[str, str], tuple[Buffer, ...]] = {}  # of a scheme, by its text and parameters
 
     def tensors(name: str) -> Mapping[str, torch.Tensor]:
         if name not in layers:
             return {name: floats(found.dense[name][1], found)}
-        layer = filled(layers.pop(name), name, found, model.get_submodule(name).weight.dtype)
-        return converted.guarded(name, layer.state_for(buffers_of(layer.scheme, kind, arch), kind))
+        layer = filled(layers.pop(name), name, found, next(model.get_submodule(name).parameters()).dtype)
+        named: dict[str, torch.Tensor] = {}
+        for prefix, own in parts_of(layer).items():
+            made = own.scheme
+            if (made.text, made.bound) not in layouts:
+                layouts[made.text, made.bound] = buffers_of(made, kind, arch)
+            state = own.state_for(layouts[made.text, made.bound], kind)
+            named |= {f"{name}.{prefix}{each}": tensor for each, tensor in state.items()}
+        return {**named, **converted.guard(f"{name}.{layer.replaces}", named)}
 
     journal = {
         "compiler": compiler_fingerprint(), "source": sources(found), "kind": kind, "arch": arch, "phase": phase,
-        "changes": dict(settings or {}),
+        "changes": dict(settings or {}), "scheme": asked and [asked.scheme.text, asked.scheme.bound],
+        "skip": asked and list(asked.skip),
     }  # fmt: skip
     return write(
-        out, home, parts_of(model, found, part), tensors, converted.settings(), journal=journal,
+        out, home, in_files(model, found, part), tensors, converted.settings(), journal=journal,
         what=f"converting for {kind} {arch}", metadata=_metadata,
     )  # fmt: skip
 

@@ -19,8 +19,9 @@ from qdsl.scheme import Binding, Scheme
 
 @dataclass(frozen=True)
 class Row:
-    """One linear layer.
+    """One linear layer, or one projection of all the experts of a layer.
 
+    experts  how many weights it has; 0 where it is no stack of experts
     scheme   its name and parameters, without the type of activations, which the model decides; empty for a dense layer
     weight   the scheme's equation
     zero     of the zero points, how they are read from what is stored; empty where the equation has none
@@ -29,6 +30,7 @@ class Row:
     """
 
     module: str
+    experts: int
     n: int
     k: int
     scheme: str
@@ -54,13 +56,22 @@ class Inspection:
         return json.dumps(asdict(self), indent=1)
 
     def __str__(self) -> str:
-        quantized = sum(bool(row.scheme) for row in self.modules)
-        lines = [
-            f"{self.checkpoint}: {self.format} by {self.settings}, {quantized} of {len(self.modules)} linears quantized"
-        ]
+        counts = [_share("linears", [row for row in self.modules if not row.experts])]
+        if stacks := [row for row in self.modules if row.experts]:
+            counts.append(_share("projections of experts", stacks))
+        lines = [f"{self.checkpoint}: {self.format} by {self.settings}, {', '.join(counts)} quantized"]
         head = ("module", "n x k", "scheme", "layout", "w", "zero", "scale", "why")
         cells = [
-            (r.module, f"{r.n} x {r.k}", r.scheme or "dense", r.layout, r.weight, r.zero, r.scale, r.why)
+            (
+                r.module,
+                f"{r.experts} x " * bool(r.experts) + f"{r.n} x {r.k}",
+                r.scheme or "dense",
+                r.layout,
+                r.weight,
+                r.zero,
+                r.scale,
+                r.why,
+            )
             for r in self.modules
         ]
         widths = [max(map(len, column)) for column in zip(head, *cells)]
@@ -80,11 +91,25 @@ def inspect(directory: str | Path, model: nn.Module | None = None) -> Inspection
     directory = Path(directory)
     model = empty_model(directory.parent if directory.is_file() else directory) if model is None else model
     found = examine(model, directory)
-    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
-    rows = tuple(
-        _row(name, Module(m.out_features, m.in_features, m.bias is not None), found) for name, m in linears.items()
+    rows: list[Row] = []
+    listed = {
+        one for name in found.stacks if name not in found.experts for p in found.stacks[name] for one in p.modules
+    }
+    for name, m in model.named_modules():
+        if name in found.stacks:
+            for p in found.stacks[name]:
+                rows.append(_row(f"{name}.{p.name}", p.one, p.modules[0], len(p.modules), found))
+        elif name in found.experts:  # as the model has them
+            experts = found.experts[name][0]
+            for own in m._parameters:
+                if not own.endswith("_bias"):
+                    one = experts.projection(own, name)
+                    rows.append(_row(f"{name}.{own}", one, f"{name}.{own}", experts.count, found))
+        elif isinstance(m, nn.Linear) and name not in listed:
+            rows.append(_row(name, Module(m.out_features, m.in_features, m.bias is not None), name, 0, found))
+    return Inspection(
+        str(directory), found.method, found.source, tuple(rows), tuple(found.problems), tuple(found.notices)
     )
-    return Inspection(str(directory), found.method, found.source, rows, tuple(found.problems), tuple(found.notices))
 
 
 def empty_model(directory: Path) -> nn.Module:
@@ -112,18 +137,29 @@ def empty_model(directory: Path) -> nn.Module:
         raise CheckpointError(f"{directory / 'config.json'}: transformers can't build this model ({said})") from None
 
 
-def _row(name: str, module: Module, found: Examination) -> Row:
-    choice = found.plan.choices.get(name)
+def _share(what: str, rows: list[Row]) -> str:
+    return f"{sum(bool(row.scheme) for row in rows)} of {len(rows)} {what}"
+
+
+def _row(name: str, module: Module, planned: str, experts: int, found: Examination) -> Row:
+    """Of the module that the plan knows as `planned`."""
+    choice = found.plan.choices.get(planned)
     if choice is None:
-        header = found.files.headers.get(f"{name}.weight")
-        why = f"stored as {str(header.dtype).removeprefix('torch.')}" if header is not None else _tied(name, found)
-        return Row(name, module.n, module.k, "", "", "", "", "", why)
+        return Row(name, experts, module.n, module.k, "", "", "", "", "", _dense(name, planned, found))
     scheme = resolved(choice.scheme, choice.params, None)
     zero, scale = (_convention(scheme, choice, role) for role in ("zero", "scale"))
-    bound = _bound(scheme)
-    return Row(
-        name, module.n, module.k, bound, choice.layout or "kernel", str(scheme.weight.decode), zero, scale, choice.why
-    )
+    decode, bound = str(scheme.weight.decode), _bound(scheme)
+    return Row(name, experts, module.n, module.k, bound, choice.layout or "kernel", decode, zero, scale, choice.why)
+
+
+def _dense(name: str, planned: str, found: Examination) -> str:
+    """How a module is stored that is not quantized."""
+    made = found.plan.dense.get(planned)
+    header = found.files.headers.get(f"{planned}.weight", found.files.headers.get(planned))
+    header = made.header if made is not None else header
+    if header is None:
+        return _tied(name, found)
+    return f"stored as {str(header.dtype).removeprefix('torch.')}" + ", expert by expert" * (made is not None)
 
 
 def _tied(name: str, found: Examination) -> str:

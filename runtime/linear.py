@@ -78,6 +78,8 @@ class QuantLinear(nn.Module):
     The layer has no numbers until `load`, `load_state_dict` or `quantize`, and refuses to run before.
     """
 
+    replaces = "weight"  # the first parameter of an nn.Linear, in whose place it stands
+
     def __init__(
         self, scheme: str | Path | Scheme, in_features: int, out_features: int, bias: bool = False,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None, *,
@@ -271,7 +273,8 @@ class QuantLinear(nn.Module):
 
         loaded   whether they hold weights
         """
-        kernel = self._kernel_for(scheme, device)
+        bound = bool(self._keys) and scheme is self.scheme and device == self.device
+        kernel = self.kernel if bound else self._kernel_for(scheme, device)
         inputs = inputs_of(scheme, given, self.in_features) if loaded else Inputs(self.in_features)
         # Tensors with such extents are held element by element, in their own shape.
         free = self._free_extents({name: tensor.shape for name, (_, tensor) in given.items()}, loaded)
@@ -585,7 +588,9 @@ class QuantLinear(nn.Module):
         held = {name: (self._held[name], self._buffers[name]) for name in self._wanted}
         self._settle(self.scheme, self.device, held, self._loaded)
 
-    def _tag(self) -> Tag:
+    @property
+    def tag(self) -> Tag:
+        """What the buffers of a state_dict mean."""
         return tag(self.scheme, self.out_features, self.in_features, self.manifest.kind, self._held, self._loaded)
 
     def state_for(self, buffers: Sequence[Buffer], kind: str) -> dict[str, torch.Tensor]:
@@ -608,7 +613,7 @@ class QuantLinear(nn.Module):
 
     def get_extra_state(self) -> torch.Tensor:
         """What the buffers of a state_dict mean, as bytes (`qdsl.runtime.state`)."""
-        return self._tag().to_tensor()
+        return self.tag.to_tensor()
 
     def set_extra_state(self, state: torch.Tensor) -> None:
         """Done by `_load_from_state_dict`, which must know the tag before it reads a buffer."""
@@ -634,7 +639,7 @@ class QuantLinear(nn.Module):
         except CheckpointError as problem:
             error_msgs.append(f"{prefix.rstrip('.') or 'the layer'}: {problem}")
             return
-        given, problem = {}, self._tag().disagreement(saved)
+        given, problem = {}, self.tag.disagreement(saved)
         if not problem:
             given = {buffer.tensor: (buffer, state_dict[prefix + buffer.tensor]) for buffer in saved.buffers}
             problem = self._misfit(given, saved.loaded)

@@ -20,7 +20,7 @@ from qdsl.runtime.checkpoints.written import Written, all_writable, known_as, wr
 from qdsl.runtime.inspection import empty_model
 from qdsl.runtime.resolve import follows, misfits, resolved, with_dtype
 from qdsl.runtime.weight import quantized
-from qdsl.runtime.writing import PART, check_free, parts_of, sources, write
+from qdsl.runtime.writing import PART, check_free, in_files, sources, write
 from qdsl.scheme import Scheme, Storage
 
 
@@ -70,7 +70,7 @@ def quantize(
         "params": plain_params(asked.scheme),
         "layout": storage.name,
     }
-    parts = parts_of(model, found, part)
+    parts = in_files(model, found, part)
     return write(out, checkpoint, parts, tensors, said.settings, journal=journal, what="quantizing layers")
 
 

@@ -281,6 +281,8 @@ def patterns_of(
             value = value * kind.type(round(slope) & ((1 << 8 * kind.itemsize) - 1))
         if shift:
             value = value + kind.type(round(shift) & ((1 << 8 * kind.itemsize) - 1))
+        if value is fields and is_packed(binding) and layout.bits == declared.dtype.bits:
+            return fields  # nothing above its bits
         return value & kind.type(declared.dtype.mask)
 
 

@@ -76,4 +76,5 @@ def tag(scheme: Scheme, n: int, k: int, kind: str, held: Mapping[str, Buffer], l
     meaning += [f"{t.name} = {list(t.value)}" for t in scheme.weight.tensors if isinstance(t.value, tuple)]
     meaning += [f"x ~ {a.operand.decode}" for a in scheme.activations]
     meaning += [f"y = {scheme.output.value}"]
-    return Tag(scheme.bound, scheme.text, plain_params(scheme), meaning, kind, tuple(held.values()), loaded)
+    buffers = tuple(held[t.name] for t in scheme.tensors if t.name in held)  # in one order, however they came
+    return Tag(scheme.bound, scheme.text, plain_params(scheme), meaning, kind, buffers, loaded)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,6 +14,7 @@ import torch
 
 from qdsl.diagnostic import CheckpointError, closest
 from qdsl.runtime.checkpoints import FILES, FORMATS, SETTINGS, unnamed
+from qdsl.runtime.checkpoints.experts import Part
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -34,6 +36,10 @@ class Stored(Protocol):
     file: dict[str, Path]
 
     def __getitem__(self, name: str) -> torch.Tensor: ...
+    def share(self, name: str, e: int) -> torch.Tensor:
+        """tensor[e], without reading the others."""
+        ...
+
     def __iter__(self) -> Iterator[str]: ...
     def __contains__(self, name: object) -> bool: ...
 
@@ -186,13 +192,66 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         return []
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        return self._read(name, lambda file: file.get_tensor(name))
+
+    def share(self, name: str, e: int) -> torch.Tensor:
+        return self._read(name, lambda file: file.get_slice(name)[e])
+
+    def _read(self, name: str, read: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         path = self.file[name]
         try:
             if path not in self._opened:
                 self._opened[path] = safetensors.safe_open(path, "pt", backend="pread")
-            return self._opened[path].get_tensor(name)
+            return read(self._opened[path])
         except (safetensors.SafetensorError, OSError) as problem:
             raise CheckpointError(f"{path}: `{name}` can't be read ({problem})") from None
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.headers)
+
+    def __len__(self) -> int:
+        return len(self.headers)
+
+
+def weights_file(directory: Path) -> Path:
+    """The file by which a checkpoint's tensors are found: the index, or the one that holds them all.
+
+    Raises CheckpointError where there is none, or several might be meant.
+    """
+    return _index(directory) or _single(directory)
+
+
+class Unstacked(Mapping[str, torch.Tensor]):
+    """A checkpoint in which tensors that hold all experts of a layer go by the name of what one expert has of them.
+
+    Headers are those of one expert; what is read is that of expert `e`, or of all where it is None.
+    """
+
+    def __init__(self, files: Stored, parts: Mapping[str, Part]):
+        self._files, self._parts = files, parts
+        self._e: int | None = None
+        sources = {part.source for part in parts.values()}
+        self.headers = {name: header for name, header in files.headers.items() if name not in sources}
+        for name, part in parts.items():
+            whole = files.headers[part.source]
+            self.headers[name] = part.of(whole if part.shared else whole[0])
+        self.file = {**files.file, **{name: files.file[part.source] for name, part in parts.items()}}
+
+    def member(self, e: int) -> Unstacked:
+        found = copy.copy(self)
+        found._e = e
+        return found
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        part = self._parts.get(name)
+        if part is None:
+            return self._files[name]
+        if part.shared or self._e is None:
+            return self._files[part.source]
+        return part.of(self._files.share(part.source, self._e))
+
+    def share(self, name: str, e: int) -> torch.Tensor:
+        return self.member(e)[name] if name in self._parts else self._files.share(name, e)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.headers)

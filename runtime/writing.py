@@ -14,7 +14,7 @@ import fnmatch
 import json
 import os
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +107,7 @@ def _config(path: Path, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 # ---- what goes into which file -----------------------------------------------------------------------------------
-def parts_of(model: nn.Module, found: Examination, limit: int) -> list[list[str]]:
+def in_files(model: nn.Module, found: Examination, limit: int) -> list[list[str]]:
     """Quantized modules and dense tensors, by the model's names and in its order, as many to a part as fit the limit."""
     parts: list[list[str]] = []
     room = 0
@@ -124,14 +124,22 @@ def _sizes(model: nn.Module, found: Examination) -> dict[str, int]:
     """Stored bytes of every quantized module and dense tensor."""
     headers = {**found.files.headers, **{name: made.header for name, made in found.plan.dense.items()}}
     sizes: dict[str, int] = {}
+    replaced = set(found.quantized)
     for name in model.state_dict():
-        module = name.rpartition(".")[0]
-        if module in found.plan.choices:
-            stored = found.plan.choices[module].tensors
-            sizes[module] = sum(headers[full].nbytes for full in stored)
+        module = next((m for m in _around(name) if m in replaced), None)
+        if module is not None:
+            members = [one for p in found.stacks.get(module, ()) for one in p.modules] or [module]
+            sizes[module] = sum(headers[full].nbytes for one in members for full in found.plan.choices[one].tensors)
         elif name in found.dense:
             sizes[name] = headers[found.dense[name][1]].nbytes
     return sizes
+
+
+def _around(name: str) -> Iterator[str]:
+    """The modules that a tensor is in, by name, the innermost first."""
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
 
 
 def sources(found: Examination) -> dict[str, Any]:
@@ -160,13 +168,16 @@ def _write_json(path: Path, data: Mapping[str, Any]) -> None:
 def _replace(path: Path, write: Callable[[Path], Any]) -> None:
     """Write a file whole or not at all, also if the machine stops."""
     aside = path.with_name(f".{path.name}")
-    aside.touch()
-    mode = aside.stat().st_mode
-    write(aside)
-    aside.chmod(mode)  # safetensors makes files that nobody else may read
-    with aside.open("rb") as written:
-        os.fsync(written.fileno())
-    os.replace(aside, path)
+    try:
+        aside.touch()
+        mode = aside.stat().st_mode
+        write(aside)
+        aside.chmod(mode)  # safetensors makes files that nobody else may read
+        with aside.open("rb") as written:
+            os.fsync(written.fileno())
+        os.replace(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)
 
 
 def _names_in(file: Path) -> list[str]:

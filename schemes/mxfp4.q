@@ -23,6 +23,7 @@ quantize {
 layout gpt_oss {
     q[n, (g j:16 l:2)] = "blocks"[n, g, j {l}] : u8
     s                  = "scales"              : e8m0
+    b                  = "bias"                : act
 }
 
 layout compressed_tensors {

@@ -27,10 +27,11 @@ import qdsl
 from qdsl import reference
 from qdsl.runtime import repack
 from qdsl.runtime.checkpoint import examine
+from qdsl.runtime.conversion import convert
 
 transformers = pytest.importorskip("transformers")
 
-AWQ = Path(__file__).parent / "data" / "awq_g128"
+WHOLE = {name: Path(__file__).parent / "data" / name for name in ("awq_g128", "awq_moe_mixtral_g64")}
 HIDDEN, INNER, VOCABULARY = 128, 256, 64
 MODEL = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": INNER,
@@ -200,7 +201,22 @@ def damage(directory: Path, rng: random.Random) -> tuple[str, str]:
     return f"byte {at} of {path.name} from {raw[at]} to {byte}", path.name
 
 
-SOURCES = ["awq_g128", *MADE, *([name for name in LOADED if name != "awq_g128"] if FIXTURES else [])]
+SOURCES = ["converted", *WHOLE, *MADE, *([name for name in LOADED if name not in WHOLE] if FIXTURES else [])]
+
+
+def whole_checkpoint(name: str, directory: Path) -> None:
+    """Put one of the sources into a new directory."""
+    if name == "converted":
+        convert(WHOLE["awq_g128"], directory)
+        return
+    directory.mkdir()
+    if name in MADE:
+        _write(name, directory)
+        return
+    for path in sorted((WHOLE[name] if name in WHOLE else FIXTURES / name).iterdir()):
+        beside = ("reference_dequant.safetensors", "PRODUCED_BY.json")
+        if path.suffix in (".json", ".safetensors") and path.name not in beside:
+            shutil.copy(path, directory)
 
 
 def test_damages_end_in_an_error_that_names_them_or_do_no_harm(request, tmp_path):
@@ -209,16 +225,7 @@ def test_damages_end_in_an_error_that_names_them_or_do_no_harm(request, tmp_path
     harmless = 0
     for name in SOURCES:
         whole = tmp_path / name
-        whole.mkdir()
-        if name in MADE:
-            _write(name, whole)
-        else:
-            for path in sorted((AWQ if name == "awq_g128" else FIXTURES / name).iterdir()):
-                if path.suffix in (".json", ".safetensors") and path.name not in (
-                    "reference_dequant.safetensors",
-                    "PRODUCED_BY.json",
-                ):
-                    shutil.copy(path, whole)
+        whole_checkpoint(name, whole)
         right, model = looked_at(model_of(whole), whole), model_of(whole)
         for case in range(share):
             rng, directory = random.Random(f"{name} {case}"), tmp_path / "damaged"
@@ -281,11 +288,8 @@ def changed(settings: Any, path: tuple = ()):
 @pytest.mark.parametrize("name", SOURCES)
 def test_settings_of_any_type_are_taken_or_refused(name, tmp_path):
     """Never anything but a CheckpointError, whatever stands where a number or a list should."""
-    if name in MADE:
-        _write(name, tmp_path)
-    else:
-        shutil.copytree(AWQ if name == "awq_g128" else FIXTURES / name, tmp_path, dirs_exist_ok=True)
-        (tmp_path / "reference_dequant.safetensors").unlink(missing_ok=True)
+    whole_checkpoint(name, tmp_path / name)
+    tmp_path = tmp_path / name
     model = model_of(tmp_path)
     file = next(
         (tmp_path / f for f in ("quant_model_description.json",) if (tmp_path / f).exists()), tmp_path / "config.json"

@@ -16,6 +16,7 @@ import packers
 import qdsl
 from qdsl.runtime import QuantLinear, load_quantized
 from qdsl.runtime.checkpoint import examine
+from qdsl.runtime.conversion import convert
 from qdsl.runtime.inspection import inspect
 
 transformers = pytest.importorskip("transformers")
@@ -129,6 +130,14 @@ def test_types_may_differ_and_heads_be_stored(tmp_path):
     assert np.array_equal(model.lm_head.dequantize().numpy(), weights["output"])
     table = str(inspect(path, built(tie_word_embeddings=False)))
     assert "gguf by model.gguf, 7 of 8 linears quantized" in table and "of type Q4_1" in table
+
+
+def test_a_file_is_converted_to_a_directory(tmp_path):
+    path = tmp_path / "model.gguf"
+    written(path, {"token_embd": "Q8_0", "blk.0.ffn_down": "Q4_1"})
+    out = convert(path, tmp_path / "out", model=built())
+    one, two = (load_quantized(built(), directory).state_dict() for directory in (path, out))
+    assert one.keys() == two.keys() and all(torch.equal(t, two[name]) for name, t in one.items())
 
 
 def test_what_is_refused(tmp_path):

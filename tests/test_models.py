@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import warnings
 from pathlib import Path
@@ -21,14 +22,14 @@ from torch import nn
 import qdsl
 from qdsl import reference
 from qdsl.dtype import F32
-from qdsl.runtime import QuantLinear, load_quantized, repack
+from qdsl.runtime import QuantLinear, QuantStack, load_quantized, repack
 from qdsl.runtime.buffer import float_format, unpacked
 
 transformers = pytest.importorskip("transformers")
 
 FIXTURES = Path(os.environ["QDSL_FIXTURES"]) if os.environ.get("QDSL_FIXTURES") else None
-LOADED = {  # the layers that are quantized, of those of the model
-    "awq_g128": 7, "awq_g32": 7, "awq_gemv_g128": 7,
+LOADED = {  # the layers that are quantized, of those of the model; a stack of experts is one
+    "awq_g128": 7, "awq_g32": 7, "awq_gemv_g128": 7, "awq_moe_mixtral_g64": 7, "gptq_moe_qwen3moe_g64": 7,
     "gptq_p_5bit_g128": 7, "gptq_v1_asym_3bit_g64": 7, "gptq_v1_asym_edge_8bit_g64": 7, "gptq_v1_asym_g128": 7,
     "gptq_v1_dynamic": 10, "gptq_v1_sym_2bit_g64": 7, "gptq_v1_sym_3bit_g128": 7, "gptq_v1_sym_8bit_g128": 7,
     "gptq_v1_sym_g128": 7, "gptq_v1_sym_g64_descact": 7, "gptq_v1_sym_g64_descact_static": 7, "gptq_v1_sym_gm1": 7,
@@ -44,6 +45,7 @@ LOADED = {  # the layers that are quantized, of those of the model
 }  # fmt: skip
 SAME_AS = {"awq_gemv_g128": "awq_g128"}  # the checkpoint that has its reference
 SCALED_SUMS = {"ms_w8a8_bf16"}  # the scale of the weight times that of x is stored, so a division recovers it
+EXPERTS = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}
 UNSIGNED_ZERO: set[str] = set()  # tools that make 0 of the code of -0
 needs_fixtures = pytest.mark.skipif(FIXTURES is None, reason="QDSL_FIXTURES names no folder of checkpoints")
 
@@ -57,7 +59,15 @@ def built(directory, kind=torch.float32):
 
 
 def quantized(model):
-    return {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear)}
+    return {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear | QuantStack)}
+
+
+def layer_of(model, module):
+    """The layer that the tool calls so: one of the model, or of a stack that has it."""
+    if ".experts." not in module:
+        return model.get_submodule(module)
+    stack, e, own = re.fullmatch(r"(.*)\.(\d+)\.(\w+)", module.replace("block_sparse_moe", "mlp")).groups()
+    return model.get_submodule(f"{stack}.{EXPERTS.get(own, own)}").member(int(e))
 
 
 def held(layer: QuantLinear) -> dict[str, np.ndarray]:
@@ -91,7 +101,7 @@ def weights_are_the_tools_own(name, model):
         module, _, last = key.rpartition(".")
         if last != "weight":
             continue
-        layer = model.get_submodule(module)
+        layer = layer_of(model, module)
         kind = repack.format_of(expected.dtype)
         if name in SCALED_SUMS:
             d, c = (F32.decode(held(layer)[tensor]) for tensor in "dc")
@@ -113,17 +123,18 @@ def weights_are_the_tools_own(name, model):
 def outputs_are_within_their_bounds(model, layers):
     """Each layer, on what reaches it in a forward of the model, is within the bound derived from its declaration."""
     seen = {}
-    hooks = [
-        layer.register_forward_hook(lambda layer, given, y, name=name: seen.update({name: (given[0], y)}))
+    hooks = [  # an expert of a stack is called with its number
+        layer.register_forward_hook(lambda layer, given, y, name=name: seen.update({(name, *given[1:]): (given[0], y)}))
         for name, layer in layers.items()
     ]
     with torch.inference_mode():
         logits = model(torch.arange(24).reshape(2, 12) * 19 % 512).logits
     for hook in hooks:
         hook.remove()
-    assert torch.isfinite(logits).all() and seen.keys() == layers.keys()
-    for name, layer in layers.items():
-        x, y = (t.reshape(-1, t.shape[-1]).double().numpy() for t in seen[name])
+    assert torch.isfinite(logits).all() and {name for name, *_ in seen} == layers.keys()
+    for (name, *e), found in seen.items():
+        layer = layers[name].member(*e) if e else layers[name]
+        x, y = (t.reshape(-1, t.shape[-1]).double().numpy() for t in found)
         expected = reference.linear(layer.scheme, x, held(layer), layer.out_features, phase=layer.phase)
         assert (np.abs(y - expected.y) <= expected.bound).all(), name
 
@@ -157,7 +168,7 @@ def test_zero_points_under_the_wrong_label_may_be_overruled(tmp_path):
 
 
 @needs_fixtures
-@pytest.mark.parametrize("name", ["gptq_v1_sym_g64_descact", "ct_nvfp4", "ms_w8a8_bf16"])
+@pytest.mark.parametrize("name", ["gptq_v1_sym_g64_descact", "ct_nvfp4", "ms_w8a8_bf16", "awq_moe_mixtral_g64"])
 @pytest.mark.parametrize("kind", [torch.float16, torch.bfloat16])
 def test_models_of_16_bits(name, kind):
     directory = FIXTURES / name

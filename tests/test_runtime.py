@@ -398,7 +398,7 @@ def test_bits_of_another_devices_layout_are_repacked():
     """As between CPU and GPU: here the foreign layout is that of the checkpoint."""
     layer, patterns = filled(dtype=torch.float32)
     x = inputs(layer, 3)
-    tag = layer._tag()
+    tag = layer.tag
     foreign, state = [], layer.state_dict()
     for buffer in tag.buffers:
         binding = next(b for b in layer.scheme.layouts["autoawq"].bindings if b.tensor == buffer.tensor)
@@ -488,11 +488,11 @@ def test_a_layout_must_be_named_when_there_are_several():
 
 
 def test_types_with_the_same_bits_and_exact_widenings_pass():
-    layer, patterns = filled("mxfp4", 32, 128, bias=False)
+    layer, patterns = filled("mxfp4", 32, 128)
     x = inputs(layer, 2)
     tensors = stored(layer, patterns, "gpt_oss")
     tensors["scales"] = tensors["scales"].view(torch.uint8)
-    assert torch.equal(QuantLinear("mxfp4", 128, 32).load(tensors, layout="gpt_oss")(x), layer(x))
+    assert torch.equal(QuantLinear("mxfp4", 128, 32, True).load(tensors, layout="gpt_oss")(x), layer(x))
     layer, patterns = filled("w8a16", 32, 128)
     tensors = stored(layer, patterns, "compressed_tensors")
     tensors["weight_scale"] = tensors["weight_scale"].half()

@@ -22,11 +22,17 @@ Read = Callable[[str], torch.Tensor]  # the numbers of a stored tensor
 
 @dataclass(frozen=True)
 class Module:
-    """One nn.Linear of the model."""
+    """One nn.Linear of the model, or one of a stack of experts, which must all be stored alike.
+
+    stack   what the names of its stack begin with; empty where it is in none
+    count   how many of them qdsl saved in one; 0 where it is by itself
+    """
 
     n: int
     k: int
     bias: bool
+    stack: str = ""
+    count: int = 0
 
 
 @dataclass(frozen=True)
@@ -102,6 +108,7 @@ from qdsl.runtime.checkpoints import (  # noqa: E402  (the formats need the clas
     gptq,
     modelopt,
     modelslim,
+    mxfp4,
 )
 
 FORMATS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Module], Headers, Read], Plan]] = {
@@ -117,6 +124,7 @@ FORMATS: dict[str, Callable[[Mapping[str, Any], Mapping[str, Module], Headers, R
     "modelopt-mxfp8": modelopt.plan,
     "modelopt-mixed": modelopt.plan,
     "modelslim": modelslim.plan,
+    "mxfp4": mxfp4.plan,
     "bitsandbytes": bitsandbytes.plan,
     "gguf": gguf.plan,
     "qdsl": converted.plan,

@@ -15,7 +15,16 @@ from typing import Any
 import torch
 
 from qdsl.runtime.checkpoints import Choice, Headers, Made, Module, Plan, Read
-from qdsl.runtime.checkpoints.modules import float_type, groups_of, has_bias, is_float, kv_scales, parts, spellings
+from qdsl.runtime.checkpoints.modules import (
+    float_type,
+    groups_of,
+    has_bias,
+    index_alike,
+    is_float,
+    kv_scales,
+    parts,
+    spellings,
+)
 from qdsl.runtime.checkpoints.settings import names, pattern, table
 
 _CODES = ("weight_packed", "weight")
@@ -103,6 +112,7 @@ def plan(config: Mapping[str, Any], modules: Mapping[str, Module], stored: Heade
         if listed:
             found.contradictions.append(f"`{name}` is on the list `ignore`, but is stored quantized")
         _choose(name, module, tensors, stored, read, group, group.weights, found)
+    index_alike(modules, found, "weight_g_idx")
     return found
 
 

@@ -3,7 +3,9 @@
     config.json          quantization_config: {"quant_method": "qdsl", "format": 1}
     *.safetensors        <module>.<declared name> for every buffer, and <module>._extra_state: the tag that says what they
                          hold (`qdsl.runtime.state`). Dense tensors are as they were.
-                         <module>.weight, of no elements: nobody can take the module for a dense one
+                         The stacks of a layer's experts are modules of that kind: <experts>.<projection>.
+                         What a dense module's first parameter would be called is stored without elements: nobody can
+                         take what is there for a dense module and leave its numbers to chance
     their metadata       "qdsl": JSON of the schemes by name and parameters, each with its text, and the kind of device
 
 Whatever layout the buffers are in, the layer that takes them repacks them where its kernels want another.
@@ -25,7 +27,6 @@ from qdsl.runtime.state import EXTRA, Tag
 
 METHOD = "qdsl"
 FORMAT = 1
-GUARD = "weight"  # torch's name for what a dense layer has
 
 
 def settings() -> dict[str, Any]:
@@ -33,10 +34,9 @@ def settings() -> dict[str, Any]:
     return {"quant_method": METHOD, "format": FORMAT}
 
 
-def guarded(module: str, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The tensors of a quantized module by full name, from its state_dict."""
-    named = {f"{module}.{name}": tensor for name, tensor in state.items()}
-    return {f"{module}.{GUARD}": torch.empty(0, dtype=torch.uint8), **named}
+def guard(name: str, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """What is stored beside the tensors of a quantized module, `state`, for the first parameter of the dense one."""
+    return {} if name in state else {name: torch.empty(0, dtype=torch.uint8)}
 
 
 def metadata(tags: Iterable[Tag]) -> dict[str, str]:
@@ -52,13 +52,16 @@ def plan(config: Mapping[str, Any], modules: Mapping[str, Module], stored: Heade
     if config.get("format") != FORMAT:
         found.problems.append(f"format {config.get('format')!r} of qdsl's own checkpoints; this version reads {FORMAT}")
         return found
+    guards = {name for name, header in stored.items() if header.dtype == torch.uint8 and not header.numel()}
+    found.skipped |= guards
+    stacks = tuple(f"{module.stack}." for module in modules.values() if module.count)
     for name, module in modules.items():
         if f"{name}.{EXTRA}" in stored:
             try:
                 found.choices[name] = _choice(name, module, stored, read)
             except Error as problem:
                 found.problems.append(f"`{name}`: {problem}")
-        elif (guard := stored.get(f"{name}.{GUARD}")) is not None and not guard.numel() and module.n * module.k:
+        elif f"{name}.weight" in guards and not name.startswith(stacks):
             found.problems.append(
                 f"`{name}.{EXTRA}` is missing: without it nobody knows the layout of the tensors beside it"
             )
@@ -69,14 +72,15 @@ def _choice(name: str, module: Module, stored: Headers, read: Read) -> Choice:
     tag = Tag.from_tensor(read(f"{name}.{EXTRA}"))
     if not tag.loaded:
         raise CheckpointError("it was saved before it had weights")
-    if (needed := f"n = {module.n}, k = {module.k}") != tag.meaning[0]:
-        raise CheckpointError(f"the saved layer has {tag.meaning[0]}, the model's {needed}")
+    needed = [*[f"e = {module.count}"] * bool(module.count), f"n = {module.n}, k = {module.k}"]
+    if (saved := list(tag.meaning[: len(needed)])) != needed:
+        raise CheckpointError(f"the saved layer has {', '.join(map(str, saved))}, the model's {', '.join(needed)}")
     scheme = parsed(tag.text, tag.scheme.partition("(")[0], tuple(tag.params.items()))
     held = [buffer.tensor for buffer in tag.buffers]
-    bias = any(scheme.tensor(each).role == "bias" for each in held)
-    if bias != module.bias:
-        saved, model = ("with a bias", "none") if bias else ("without a bias", "one")
-        raise CheckpointError(f"the layer was saved {saved}, and the model has {model}")
+    optional = {t.name for t in scheme.tensors if t.role == "bias" and t.optional}  # others are part of the weight
+    bias = not optional.isdisjoint(held)
+    if optional and bias != module.bias:
+        was, has = ("with a bias", "none") if bias else ("without a bias", "one")
+        raise CheckpointError(f"the layer was saved {was}, and the model has {has}")
     tensors = parts(name, (*held, EXTRA), stored)
-    unread = () if GUARD in held or f"{name}.{GUARD}" not in stored else (f"{name}.{GUARD}",)
-    return Choice(scheme, {}, "", bias, tensors, unread=unread, why=f"saved for {tag.kind}", tag=tag)
+    return Choice(scheme, {}, "", bias, tensors, why=f"saved for {tag.kind}", tag=tag)

@@ -9,14 +9,25 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from qdsl.diagnostic import CheckpointError
 from qdsl.runtime.checkpoints import Choice, Headers, Module, Plan, Read
-from qdsl.runtime.checkpoints.modules import decoded, fits, float_type, groups_of, has_bias, is_float, parts, spellings
+from qdsl.runtime.checkpoints.modules import (
+    decoded,
+    fits,
+    float_type,
+    groups_of,
+    has_bias,
+    index_alike,
+    is_float,
+    parts,
+    spellings,
+    stacks,
+)
 from qdsl.runtime.checkpoints.settings import pattern, table
 
 _PARTS = ("qweight", "qzeros", "scales", "g_idx", "bias")
@@ -102,6 +113,24 @@ def choose(
                 found.contradictions.append(f"`{name}` is not to be quantized, but is stored quantized")
         elif is_float(stored.get(f"{name}.weight")) and says:
             found.contradictions.append(f"`{name}` is to be quantized, but is stored dense")
+    _zeros_alike(form, modules, stored, read, found)
+    index_alike(modules, found, "g_idx")
+
+
+def _zeros_alike(form: Form, modules: Mapping[str, Module], stored: Headers, read: Read, found: Plan) -> None:
+    """Where some experts have zero points of their own, those of the others are read as well: a stack has one scheme."""
+    for stack in stacks(modules, found):
+        constant = [name for name in stack if found.choices[name].layout == "gptq"]
+        for name in constant if len(constant) < len(stack) else ():
+            old, module, tensor = found.choices[name], stack[name], f"{name}.qzeros"
+            bits, zeros = int(old.params["bits"]), {"qzeros": read(tensor)}
+            layout = form.zeros(bits)
+            about = ("gptq", old.params, layout, "z", zeros, module.n, module.k)
+            if not fits(*about) or (decoded(*about) == 1 << (bits - 1)).all():
+                found.choices[name] = replace(
+                    old, scheme=old.scheme.replace("_sym", ""), layout=layout, tensors={**old.tensors, tensor: "qzeros"},
+                    unread=tuple(full for full in old.unread if full != tensor),
+                )  # fmt: skip
 
 
 # ---- the configuration -------------------------------------------------------------------------------------------

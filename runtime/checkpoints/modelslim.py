@@ -26,6 +26,8 @@ def plan(config: Mapping[str, Any], modules: Mapping[str, Module], stored: Heade
     for name, module in modules.items():
         tensors = parts(name, _PARTS, stored)
         weight, kind = stored.get(f"{name}.weight"), config.get(f"{name}.weight")
+        if kind is None and module.stack:  # one key for all experts of a layer
+            kind = config.get(f"{module.stack}.weight")
         quantized = (weight is not None and not is_float(weight)) or tensors.keys() - {f"{name}.weight", f"{name}.bias"}
         if not quantized:
             if kind not in (None, "FLOAT") and weight is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import re
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -74,6 +75,31 @@ def has_bias(name: str, module: Module, stored: Headers, found: Plan) -> bool:
     if bias and not module.bias:
         found.problems.append(f"`{name}.bias` has no place in the model, whose `{name}` has no bias")
     return bias
+
+
+def stacks(modules: Mapping[str, Module], found: Plan) -> list[dict[str, Module]]:
+    """Of every projection of every stack of experts the modules that were chosen a scheme for."""
+    alike: dict[tuple[str, str], dict[str, Module]] = {}
+    for name, module in modules.items():
+        if module.stack and name in found.choices:
+            alike.setdefault((module.stack, name.rpartition(".")[2]), {})[name] = module
+    return list(alike.values())
+
+
+def index_alike(modules: Mapping[str, Module], found: Plan, index: str) -> None:
+    """Where groups of some experts are out of order, the others name theirs, too: a stack has one scheme.
+
+    index   the stored name of the tensor that names groups
+    """
+    for stack in stacks(modules, found):
+        ordered = [name for name in stack if not found.choices[name].scheme.endswith("_actorder")]
+        for name in ordered if len(ordered) < len(stack) else ():
+            old, k = found.choices[name], stack[name].k
+            scheme, group = f"{old.scheme}_actorder", old.params["group"]
+            if old.layout in resolved(scheme, old.params, None).layouts:
+                given = {**old.given, index: torch.arange(k, dtype=torch.int32) // (k if group == "k" else int(group))}
+                why = f"{old.why}, and those of other experts are not"
+                found.choices[name] = replace(old, scheme=scheme, given=given, why=why)
 
 
 def kv_scales(stored: Headers, found: Plan) -> set[str]:
