@@ -14,6 +14,7 @@ from torch import nn
 
 import qdsl
 from qdsl.runtime import QuantLinear, load_quantized
+from qdsl.runtime.quantization import quantize
 
 transformers = pytest.importorskip("transformers")
 
@@ -123,6 +124,20 @@ def test_a_tied_head_is_quantized_when_it_is_not_skipped(writable):
     expected = QuantLinear.from_float(nn.utils.skip_init(nn.Linear, 96, 96, bias=False), "w8a8_dynamic")
     expected.quantize(embeddings)
     assert torch.equal(model.lm_head.dequantize(), expected.dequantize())
+
+
+def test_experts_stay_floats_and_that_is_told(tmp_path):
+    config = transformers.Qwen3MoeConfig(
+        vocab_size=96, hidden_size=64, intermediate_size=128, moe_intermediate_size=64, num_hidden_layers=1,
+        num_attention_heads=4, num_key_value_heads=2, head_dim=16, num_experts=4, num_experts_per_tok=2,
+    )  # fmt: skip
+    transformers.Qwen3MoeForCausalLM(config).save_pretrained(tmp_path / "floats")
+    with pytest.warns(UserWarning, match="weights of experts, such as .* stay as they are"):
+        model = load_quantized(built(tmp_path / "floats"), tmp_path / "floats", scheme="w8a8_dynamic")
+    assert len(quantized(model)) == 4
+    with pytest.raises(qdsl.CheckpointError, match="weights of experts"):
+        quantize(tmp_path / "floats", tmp_path / "out", "w8a8_dynamic")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_band_at_a_time_gives_what_the_whole_gives(monkeypatch):

@@ -52,6 +52,12 @@ def plan(
             tensors[f"{name}.bias"] = "bias"
         why = f"quantized from {str(weight.dtype).removeprefix('torch.')}"
         found.choices[name] = Choice(scheme, {}, "", module.bias, tensors, why=why)
+    taken = {name for choice in found.choices.values() for name in choice.tensors}
+    experts = [n for n, header in stored.items() if ".experts." in n and header.dim() > 1 and n not in taken]
+    if experts:
+        found.notices.append(
+            f"{len(experts)} weights of experts, such as `{experts[0]}`, stay as they are: only linear layers are quantized"
+        )
     if not found.choices and not found.problems:
         found.problems.append("there is no linear layer to quantize")
     return found
