@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,9 @@ from torch import nn
 from qdsl.diagnostic import CheckpointError, Error
 from qdsl.runtime.checkpoints import FORMATS, Choice, Module, Plan
 from qdsl.runtime.linear import QuantLinear
+from qdsl.runtime.parallel import Joint, meets
 from qdsl.runtime.resolve import check_layer, misfits, resolved
+from qdsl.runtime.shard import Part, cut, part_of, quantized_part, styles
 from qdsl.runtime.stored import Stored, opened, some
 
 # Stored by some tools, derived by every model that uses them.
@@ -32,7 +34,8 @@ _LISTED = 8  # parameters that are in no file, of which each has a line
 def load_quantized(
     model: nn.Module, directory: str | Path, *, device: torch.device | str | None = None,
     dtype: torch.dtype | None = None, compile: str = "auto", batch_invariant: bool = False, phase: str = "",
-    settings: Mapping[str, Any] | None = None,
+    settings: Mapping[str, Any] | None = None, shard: tuple[int, int] | None = None,
+    tp_plan: Mapping[str, str] | None = None,
 ) -> nn.Module:  # fmt: skip
     """Load a quantized checkpoint into a model of its architecture; returns the model.
 
@@ -43,13 +46,22 @@ def load_quantized(
     compile    as for QuantLinear, and so is `batch_invariant`
     phase      the role of this copy of the model, such as "prefill" or "decode", for layers whose scheme has phases
     settings   in place of those that the checkpoint has, where it is labelled wrong: {"checkpoint_format": "gptq_v2"}
+    shard      (rank, world): load this rank's part of every linear that the model's plan for tensor parallelism splits
+    tp_plan    in place of the model's own (`config.base_model_tp_plan`): {"model.layers.*.mlp.up_proj": "colwise", ...}
 
     Linears that the checkpoint stores quantized become `QuantLinear`s, every other parameter is loaded as it is.  A tied
-    head stays tied unless the checkpoint stores it quantized.  Raises CheckpointError, listing all that is wrong and
-    naming file and tensor, before the model changes.
+    head stays tied unless the checkpoint stores it quantized.  Of a sharded model, layers that are split by rows or whose
+    outputs are gathered speak with the other ranks through torch.distributed, once that is initialized.  Raises
+    CheckpointError, listing all that is wrong and naming file and tensor, before the model changes.
     """
     directory = Path(directory)
-    found = examine(model, directory, phase, settings)
+    if shard is None and tp_plan is not None:
+        raise ValueError("tp_plan says what to split, and without shard = (rank, world) nothing is")
+    if shard is not None:
+        if not 0 <= shard[0] < shard[1]:
+            raise ValueError(f"shard is (rank, world) with 0 <= rank < world, not {shard}")
+        meets(*shard)
+    found = examine(model, directory, phase, settings, shard, tp_plan)
     for notice in found.notices:
         warnings.warn(f"{directory}: {notice}", stacklevel=2)
     problems, layers = [*found.problems, *_without_memory(model, found.dense)], {}
@@ -57,15 +69,21 @@ def load_quantized(
     for name, choice in () if problems else choices.items():
         options = {"compile": compile, "batch_invariant": batch_invariant, "phase": _phase(choice, phase)}
         try:
-            layers[name] = _layer(model.get_submodule(name), choice, device, dtype, options)
+            layers[name] = _layer(model.get_submodule(name), choice, found.parts.get(name), device, dtype, options)
         except (Error, TypeError) as problem:
             problems.append(f"{name}: {problem}")
     if problems:
         raise CheckpointError(f"{directory} can't be loaded:\n" + "\n".join(f"- {problem}" for problem in problems))
     for name in _progress(choices, "loading quantized layers"):
-        _fill(layers[name], name, choices[name], files)
-    values = {key: _floats(source, found) for key, (_, source) in found.dense.items()}
+        _fill(layers[name], name, choices[name], found)
+    values = {key: _floats(key, source, found) for key, (_, source) in found.dense.items()}
     _install(model, layers, found.dense, values, device, dtype)
+    for name, (part, _) in found.parts.items():
+        linear = model.get_submodule(name)
+        if isinstance(linear, nn.Linear):
+            linear.in_features, linear.out_features = part.k, part.n
+            linear.bias = linear.bias if part.has_bias else None
+        Joint(part).join(linear)
     return model
 
 
@@ -79,6 +97,7 @@ class Examination:
     dense     every parameter and persistent buffer that stays: its first name -> (the tensor, the stored one's name)
     problems  that forbid loading, each with the file it is about before it
     notices   for the user
+    parts     of a sharded model: what the rank has of every linear that is split, and the parameters of its scheme
     """
 
     method: str
@@ -88,11 +107,13 @@ class Examination:
     dense: dict[str, tuple[torch.Tensor, str]]
     problems: list[str]
     notices: list[str]
+    parts: dict[str, tuple[Part, Mapping[str, Any]]] = field(default_factory=dict)
 
 
 def examine(
-    model: nn.Module, directory: Path, phase: str = "", settings: Mapping[str, Any] | None = None
-) -> Examination:
+    model: nn.Module, directory: Path, phase: str = "", settings: Mapping[str, Any] | None = None,
+    shard: tuple[int, int] | None = None, tp_plan: Mapping[str, str] | None = None,
+) -> Examination:  # fmt: skip
     """Match a checkpoint with a model, whose parameters may be on the meta device; makes no layer and reads no weights.
 
     Raises CheckpointError where files or settings can't be read at all.
@@ -122,7 +143,37 @@ def examine(
             ]
     if phase and not any(resolved(c.scheme, c.params, None).phases for c in plan.choices.values()):
         problems.append(f"no layer of it has phases, and phase = {phase!r} was asked for")
-    return Examination(method, source, plan, files, dense, problems, _notices(plan))
+    parts: dict[str, tuple[Part, Mapping[str, Any]]] = {}
+    if shard is not None and not problems:
+        parts, problems = _parts(model, plan.choices, modules, phase, shard, tp_plan)
+    return Examination(method, source, plan, files, dense, problems, _notices(plan), parts)
+
+
+def _parts(
+    model: nn.Module, choices: Mapping[str, Choice], modules: Mapping[str, Module], phase: str, shard: tuple[int, int],
+    tp_plan: Mapping[str, str] | None,
+) -> tuple[dict[str, tuple[Part, Mapping[str, Any]]], list[str]]:  # fmt: skip
+    """What a rank has of every linear that is split, and what keeps them from being split."""
+    parts: dict[str, tuple[Part, Mapping[str, Any]]] = {}
+    problems, tied = [], _aliases(model)
+    try:
+        split = styles(model, tp_plan, shard[1])
+    except Error as problem:
+        return {}, [str(problem)]
+    for name, style in split.items():
+        n, k, choice = modules[name].n, modules[name].k, choices.get(name)
+        try:
+            if choice is None:
+                if f"{name}.weight" in {*tied, *tied.values()}:
+                    raise Error("its weight is tied to another module's, which is not split")
+                parts[name] = part_of(style, *shard, n, k), {}
+                continue
+            role = _phase(choice, phase)
+            part, params = parts[name] = quantized_part(choice.scheme, choice.params, role, style, *shard, n, k)
+            check_layer(resolved(choice.scheme, params, None), part.k, part.n, choice.bias and part.has_bias, role)
+        except Error as problem:
+            problems.append(f"{name}: {problem}")
+    return parts, problems
 
 
 def _notices(plan: Plan) -> list[str]:
@@ -179,10 +230,14 @@ def _dense(
     }
 
 
-def _floats(source: str, found: Examination) -> torch.Tensor:
-    """A stored tensor as the model holds it."""
-    made = found.plan.dense.get(source)
-    return found.files[source] if made is None else made.make({name: found.files[name] for name in made.sources})
+def _floats(name: str, source: str, found: Examination) -> torch.Tensor:
+    """A stored tensor as the model holds it, or the rank's part of it."""
+    made, module = found.plan.dense.get(source), name.rpartition(".")[0]
+    part = found.parts[module][0] if module in found.parts else None
+    cut = (part.rows, part.columns)[: len(found.dense[name][0].shape)] if part else ()
+    if made is not None:
+        return made.make({name: found.files[name] for name in made.sources})[cut]
+    return found.files.part(source, cut) if cut else found.files[source]
 
 
 def _check_dense(
@@ -286,28 +341,46 @@ def _where(choice: Choice, files: Stored) -> str:
 
 
 # ---- layers ------------------------------------------------------------------------------------------------------
-def _layer(old: nn.Module, choice: Choice, device, dtype, options: Mapping[str, Any]) -> QuantLinear:
-    """An empty layer for a module; raises what the layer's constructor does."""
+def _layer(
+    old: nn.Module, choice: Choice, own: tuple[Part, Mapping[str, Any]] | None, device, dtype,
+    options: Mapping[str, Any],
+) -> QuantLinear:  # fmt: skip
+    """An empty layer for a module, or for a rank's part of it; raises what the layer's constructor does."""
     assert isinstance(old, nn.Linear), "plans name linears of the model"
     place = torch.device(device) if device is not None else old.weight.device
+    n, k, bias, params = old.out_features, old.in_features, choice.bias, choice.params
+    if own is not None:
+        part, params = own
+        n, k, bias = part.n, part.k, bias and part.has_bias
     return QuantLinear(
-        choice.scheme, old.in_features, old.out_features, choice.bias, "cpu" if place.type == "meta" else place,
-        dtype or old.weight.dtype, **options, **choice.params,
-    )  # fmt: skip
+        choice.scheme, k, n, bias, "cpu" if place.type == "meta" else place, dtype or old.weight.dtype, **options, **params
+    )
 
 
 def _phase(choice: Choice, phase: str) -> str:
     return phase if resolved(choice.scheme, choice.params, None).phases else ""
 
 
-def _fill(layer: QuantLinear, name: str, choice: Choice, files: Stored) -> None:
+def _fill(layer: QuantLinear, name: str, choice: Choice, found: Examination) -> None:
+    files = found.files
     try:
         stored = _Renamed(files, name, replace(choice, leading={}), {})
         own = {full.removeprefix(f"{name}."): stored[full] for full in stored} if choice.made else {}
         made = {short: made.make(own) for short, made in choice.made.items()}
-        layer.load(_Renamed(files, name, choice, {**choice.given, **made}), f"{name}.", choice.layout)
+        tensors: Mapping[str, torch.Tensor] = _Renamed(files, name, choice, {**choice.given, **made})
+        if name in found.parts:
+            tensors = _cut(layer, name, choice, found, tensors)
+        layer.load(tensors, f"{name}.", choice.layout)
     except (CheckpointError, ValueError) as problem:
         raise CheckpointError(f"{_where(choice, files)}: {name}: {problem}") from None
+
+
+def _cut(layer: QuantLinear, name: str, choice: Choice, found: Examination, tensors: _Renamed) -> dict[str, torch.Tensor]:
+    """The rank's part of a module's tensors."""
+    part, params = found.parts[name]
+    whole, own = (resolved(choice.scheme, given, None) for given in (choice.params, params))
+    headers = {full: tensors.header(full) for full in tensors}
+    return cut(whole, own, choice.layout, part, layer.phase, choice.bias, headers, f"{name}.", tensors.part)
 
 
 class _Renamed(Mapping[str, torch.Tensor]):
@@ -326,8 +399,18 @@ class _Renamed(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         if name in self.others:
             return self.others[name]
+        return self._leading(name, self.tensors[self.stored[name]])
+
+    def part(self, name: str, cut: tuple[slice, ...]) -> torch.Tensor:
+        """Of one of them; the tensors must be those of files."""
+        return self.others[name][cut] if name in self.others else self.tensors.part(self.stored[name], cut)
+
+    def header(self, name: str) -> torch.Tensor:
+        """Its shape and type; the tensors must be those of files."""
+        return self.others[name] if name in self.others else self._leading(name, self.tensors.headers[self.stored[name]])
+
+    def _leading(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         stored = self.stored[name]
-        tensor = self.tensors[stored]
         for at, size in enumerate(self.choice.leading.get(self.choice.tensors[stored], ())):
             tensor = tensor.narrow(at, 0, size)
         return tensor

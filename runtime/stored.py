@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -34,6 +34,10 @@ class Stored(Protocol):
     file: dict[str, Path]
 
     def __getitem__(self, name: str) -> torch.Tensor: ...
+    def part(self, name: str, cut: tuple[slice, ...]) -> torch.Tensor:
+        """Of a stored tensor; no more than that is read, where the file allows it."""
+        ...
+
     def __iter__(self) -> Iterator[str]: ...
     def __contains__(self, name: object) -> bool: ...
 
@@ -153,11 +157,17 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         return []
 
     def __getitem__(self, name: str) -> torch.Tensor:
+        return self._read(name, lambda file: file.get_tensor(name))
+
+    def part(self, name: str, cut: tuple[slice, ...]) -> torch.Tensor:
+        return self._read(name, lambda file: file.get_slice(name)[cut])
+
+    def _read(self, name: str, of: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         path = self.file[name]
         try:
             if path not in self._opened:
                 self._opened[path] = safetensors.safe_open(path, "pt")
-            return self._opened[path].get_tensor(name)
+            return of(self._opened[path])
         except (safetensors.SafetensorError, OSError) as problem:
             raise CheckpointError(f"{path}: `{name}` can't be read ({problem})") from None
 
