@@ -353,7 +353,14 @@ def _layer(
         part, params = own
         n, k, bias = part.n, part.k, bias and part.has_bias
     return QuantLinear(
-        choice.scheme, k, n, bias, "cpu" if place.type == "meta" else place, dtype or old.weight.dtype, **options, **params
+        choice.scheme,
+        k,
+        n,
+        bias,
+        "cpu" if place.type == "meta" else place,
+        dtype or old.weight.dtype,
+        **options,
+        **params,
     )
 
 
@@ -375,7 +382,9 @@ def _fill(layer: QuantLinear, name: str, choice: Choice, found: Examination) -> 
         raise CheckpointError(f"{_where(choice, files)}: {name}: {problem}") from None
 
 
-def _cut(layer: QuantLinear, name: str, choice: Choice, found: Examination, tensors: _Renamed) -> dict[str, torch.Tensor]:
+def _cut(
+    layer: QuantLinear, name: str, choice: Choice, found: Examination, tensors: _Renamed
+) -> dict[str, torch.Tensor]:
     """The rank's part of a module's tensors."""
     part, params = found.parts[name]
     whole, own = (resolved(choice.scheme, given, None) for given in (choice.params, params))
@@ -407,7 +416,9 @@ class _Renamed(Mapping[str, torch.Tensor]):
 
     def header(self, name: str) -> torch.Tensor:
         """Its shape and type; the tensors must be those of files."""
-        return self.others[name] if name in self.others else self._leading(name, self.tensors.headers[self.stored[name]])
+        return (
+            self.others[name] if name in self.others else self._leading(name, self.tensors.headers[self.stored[name]])
+        )
 
     def _leading(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         stored = self.stored[name]
@@ -435,7 +446,7 @@ def _install(
     for name, (old, _) in dense.items():
         kind = dtype if dtype is not None and old.is_floating_point() else old.dtype
         place = torch.device(device) if device is not None else torch.device("cpu") if old.is_meta else old.device
-        if place == old.device and kind == old.dtype:
+        if place == old.device and kind == old.dtype and values[name].shape == old.shape:
             old.data.copy_(values[name])
             continue
         value = values[name].to(place, kind)

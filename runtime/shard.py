@@ -137,7 +137,9 @@ def quantized_part(
     active = whole.activation(phase)
     tensors = (*whole.weight.tensors, *(active.operand.tensors if active else ()))
     units = {
-        axis: math.lcm(*(i.size for t in tensors for i in t.index if isinstance(i, Group) and i.axis == axis and i.size))
+        axis: math.lcm(
+            *(i.size for t in tensors for i in t.index if isinstance(i, Group) and i.axis == axis and i.size)
+        )
         for axis in "nk"
     }
     part = part_of(style, rank, world, n, k, units["n"], units["k"])
@@ -148,8 +150,10 @@ def quantized_part(
     if active and active.transforms:
         raise Error(f"{whole.bound} transforms x before it is quantized, so its inputs can't be split ({style})")
     if not _sums(whole):
-        raise Error(f"{whole.bound}: y = {whole.output.value} of parts is no sum, so its inputs can't be split ({style})")
-    if part.before and any(t.role == "zero" for t in active.operand.tensors if active):
+        raise Error(
+            f"{whole.bound}: y = {whole.output.value} of parts is no sum, so its inputs can't be split ({style})"
+        )
+    if part.before and active and any(t.role == "zero" for t in active.operand.tensors):
         raise Error(
             f"{whole.bound}: a group of {units['k']} inputs lies on two of {world} ranks, and x has a zero point ({style})"
         )
@@ -304,6 +308,7 @@ def _cut_records(
         declared, shape = whole.tensor(binding.tensor), repack.logical_shape(whole, binding, sizes)
         everything = tuple(slice(0, size) for size in shape)
         elements = binding.layout.unpack(repack.from_records(whole, storage, binding, sizes, raw), shape)
-        parts.append((binding, binding.layout.pack(_elements(elements, everything, _window(declared, own, part, shape)))))
+        parts.append(
+            (binding, binding.layout.pack(_elements(elements, everything, _window(declared, own, part, shape))))
+        )
     return repack.tensor_of(repack.to_records(parts, storage.record), raw.dtype)
-

@@ -9,7 +9,9 @@ import pytest
 
 def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="rewrite the expected texts that tests compare with")
-    parser.addoption("--every-kernel", action="store_true", help="compile every kernel for every weight (test_resources.py)")
+    parser.addoption(
+        "--every-kernel", action="store_true", help="compile every kernel for every weight (test_resources.py)"
+    )
     parser.addoption("--damages", type=int, default=240, help="how many damaged checkpoints to try (default 240)")
 
 
