@@ -20,9 +20,9 @@ from torch import nn
 from qdsl.diagnostic import CheckpointError, Error
 from qdsl.runtime.checkpoints import FORMATS, Choice, Module, Plan
 from qdsl.runtime.linear import QuantLinear
-from qdsl.runtime.parallel import Joint, meets
+from qdsl.runtime.parallel import Joint, Parts, meets, parts_of
 from qdsl.runtime.resolve import check_layer, misfits, resolved
-from qdsl.runtime.shard import Part, cut, part_of, quantized_part, styles
+from qdsl.runtime.shard import Part, cut
 from qdsl.runtime.stored import Stored, opened, some
 
 # Stored by some tools, derived by every model that uses them.
@@ -65,7 +65,7 @@ def load_quantized(
     for notice in found.notices:
         warnings.warn(f"{directory}: {notice}", stacklevel=2)
     problems, layers = [*found.problems, *_without_memory(model, found.dense)], {}
-    choices, files = found.plan.choices, found.files
+    choices = found.plan.choices
     for name, choice in () if problems else choices.items():
         options = {"compile": compile, "batch_invariant": batch_invariant, "phase": _phase(choice, phase)}
         try:
@@ -107,7 +107,7 @@ class Examination:
     dense: dict[str, tuple[torch.Tensor, str]]
     problems: list[str]
     notices: list[str]
-    parts: dict[str, tuple[Part, Mapping[str, Any]]] = field(default_factory=dict)
+    parts: Parts = field(default_factory=dict)
 
 
 def examine(
@@ -143,37 +143,10 @@ def examine(
             ]
     if phase and not any(resolved(c.scheme, c.params, None).phases for c in plan.choices.values()):
         problems.append(f"no layer of it has phases, and phase = {phase!r} was asked for")
-    parts: dict[str, tuple[Part, Mapping[str, Any]]] = {}
+    parts: Parts = {}
     if shard is not None and not problems:
-        parts, problems = _parts(model, plan.choices, modules, phase, shard, tp_plan)
+        parts, problems = parts_of(model, plan.choices, phase, shard, tp_plan)
     return Examination(method, source, plan, files, dense, problems, _notices(plan), parts)
-
-
-def _parts(
-    model: nn.Module, choices: Mapping[str, Choice], modules: Mapping[str, Module], phase: str, shard: tuple[int, int],
-    tp_plan: Mapping[str, str] | None,
-) -> tuple[dict[str, tuple[Part, Mapping[str, Any]]], list[str]]:  # fmt: skip
-    """What a rank has of every linear that is split, and what keeps them from being split."""
-    parts: dict[str, tuple[Part, Mapping[str, Any]]] = {}
-    problems, tied = [], _aliases(model)
-    try:
-        split = styles(model, tp_plan, shard[1])
-    except Error as problem:
-        return {}, [str(problem)]
-    for name, style in split.items():
-        n, k, choice = modules[name].n, modules[name].k, choices.get(name)
-        try:
-            if choice is None:
-                if f"{name}.weight" in {*tied, *tied.values()}:
-                    raise Error("its weight is tied to another module's, which is not split")
-                parts[name] = part_of(style, *shard, n, k), {}
-                continue
-            role = _phase(choice, phase)
-            part, params = parts[name] = quantized_part(choice.scheme, choice.params, role, style, *shard, n, k)
-            check_layer(resolved(choice.scheme, params, None), part.k, part.n, choice.bias and part.has_bias, role)
-        except Error as problem:
-            problems.append(f"{name}: {problem}")
-    return parts, problems
 
 
 def _notices(plan: Plan) -> list[str]:
@@ -353,15 +326,9 @@ def _layer(
         part, params = own
         n, k, bias = part.n, part.k, bias and part.has_bias
     return QuantLinear(
-        choice.scheme,
-        k,
-        n,
-        bias,
-        "cpu" if place.type == "meta" else place,
-        dtype or old.weight.dtype,
-        **options,
+        choice.scheme, k, n, bias, "cpu" if place.type == "meta" else place, dtype or old.weight.dtype, **options,
         **params,
-    )
+    )  # fmt: skip
 
 
 def _phase(choice: Choice, phase: str) -> str:
@@ -373,23 +340,29 @@ def _fill(layer: QuantLinear, name: str, choice: Choice, found: Examination) -> 
     try:
         stored = _Renamed(files, name, replace(choice, leading={}), {})
         own = {full.removeprefix(f"{name}."): stored[full] for full in stored} if choice.made else {}
-        made = {short: made.make(own) for short, made in choice.made.items()}
-        tensors: Mapping[str, torch.Tensor] = _Renamed(files, name, choice, {**choice.given, **made})
+        others = {**choice.given, **{short: made.make(own) for short, made in choice.made.items()}}
         if name in found.parts:
-            tensors = _cut(layer, name, choice, found, tensors)
+            tensors: Mapping[str, torch.Tensor] = _cut(layer, name, choice, found, others)
+        else:
+            tensors = _Renamed(files, name, choice, others)
         layer.load(tensors, f"{name}.", choice.layout)
     except (CheckpointError, ValueError) as problem:
         raise CheckpointError(f"{_where(choice, files)}: {name}: {problem}") from None
 
 
 def _cut(
-    layer: QuantLinear, name: str, choice: Choice, found: Examination, tensors: _Renamed
+    layer: QuantLinear, name: str, choice: Choice, found: Examination, others: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
     """The rank's part of a module's tensors."""
     part, params = found.parts[name]
     whole, own = (resolved(choice.scheme, given, None) for given in (choice.params, params))
-    headers = {full: tensors.header(full) for full in tensors}
-    return cut(whole, own, choice.layout, part, layer.phase, choice.bias, headers, f"{name}.", tensors.part)
+    headers = _Renamed(found.files.headers, name, choice, others)
+
+    def read(full: str, at: tuple[slice, ...]) -> torch.Tensor:
+        made = headers.others.get(full)
+        return found.files.part(headers.stored[full], at) if made is None else made[at]
+
+    return cut(whole, own, choice.layout, part, layer.phase, choice.bias, headers, f"{name}.", read)
 
 
 class _Renamed(Mapping[str, torch.Tensor]):
@@ -408,20 +381,8 @@ class _Renamed(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         if name in self.others:
             return self.others[name]
-        return self._leading(name, self.tensors[self.stored[name]])
-
-    def part(self, name: str, cut: tuple[slice, ...]) -> torch.Tensor:
-        """Of one of them; the tensors must be those of files."""
-        return self.others[name][cut] if name in self.others else self.tensors.part(self.stored[name], cut)
-
-    def header(self, name: str) -> torch.Tensor:
-        """Its shape and type; the tensors must be those of files."""
-        return (
-            self.others[name] if name in self.others else self._leading(name, self.tensors.headers[self.stored[name]])
-        )
-
-    def _leading(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         stored = self.stored[name]
+        tensor = self.tensors[stored]
         for at, size in enumerate(self.choice.leading.get(self.choice.tensors[stored], ())):
             tensor = tensor.narrow(at, 0, size)
         return tensor

@@ -1,20 +1,109 @@
-"""What joins the parts of a layer that several ranks have: hooks around a layer of a part, and torch.distributed.
+"""Linears of a model on several ranks: which are split and how, and what joins their parts again.
 
+A part is a layer as any other, with hooks around it that cut x and speak with the other ranks through torch.distributed.
 Gradients are those of the whole layer: where every rank has the same x, the ranks' gradients to it are summed.
 """
 
 from __future__ import annotations
 
+import re
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
 from qdsl.diagnostic import Error
-from qdsl.runtime.shard import COLUMNS, Part
+from qdsl.runtime.checkpoints import Choice
+from qdsl.runtime.shard import COLUMNS, ROWS, Part, part_of, quantized_part
+
+# Styles of transformers' plans as those of a part; the others leave a linear whole.
+_WHOLE = ("replicate", "replicated_with_grad_allreduce", "sequence_parallel")
+_STYLES = {
+    **{style: style for style in (*COLUMNS, *ROWS)},
+    "colwise_rep": "colwise_gather_output",  # as transformers before 5 called them
+    "rowwise_rep": "rowwise_split_input",
+    **dict.fromkeys(_WHOLE, ""),
+}
 
 
+# ---- which linears are split -------------------------------------------------------------------------------------
+def styles(model: nn.Module, plan: Mapping[str, str] | None, world: int) -> dict[str, str]:
+    """The style of every linear that is split, by a plan of names in which `*` stands for a number.
+
+    The plan is the model's own (`config.base_model_tp_plan` of transformers) unless one is given.  Raises Error where
+    there is none, it names no linear, a style is unknown, or heads can't be split.
+    """
+    config = getattr(model, "config", None)
+    if plan is None:
+        own = getattr(config, "base_model_tp_plan", None)
+        if not own:
+            raise Error(
+                f"{type(model).__name__} has no plan for tensor parallelism (config.base_model_tp_plan); give one: "
+                'tp_plan={"layers.*.up_proj": "colwise", "layers.*.down_proj": "rowwise"}, by the names of its linears'
+            )
+        prefix = getattr(model, "base_model_prefix", "")
+        prefix = f"{prefix}." if prefix and hasattr(model, prefix) else ""
+        plan = {prefix + name: style for name, style in own.items()}
+    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    found: dict[str, str] = {}
+    for name in linears:
+        style = plan.get(re.sub(r"\b\d+\b", "*", name), plan.get(name))
+        if style is not None and style not in _STYLES:
+            raise Error(f"{name}: the plan's style `{style}` is not supported for a linear ({', '.join(_STYLES)})")
+        if style is not None and _STYLES[style]:
+            found[name] = _STYLES[style]
+    if not found:
+        raise Error(f"the plan for tensor parallelism names no linear of the model: {', '.join(plan)}")
+    _check_heads(config, found, world)
+    return found
+
+
+def _check_heads(config: Any, found: Mapping[str, str], world: int) -> None:
+    """A rank has whole heads, of the keys too."""
+    if not any(style == "colwise" and re.search(r"attn|attention", name) for name, style in found.items()):
+        return
+    text = config.get_text_config() if hasattr(config, "get_text_config") else config
+    for setting in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(text, setting, None)
+        if isinstance(heads, int) and heads % world:
+            raise Error(f"{heads} heads ({setting}) can't be split over {world} ranks")
+
+
+Parts = dict[str, tuple[Part, Mapping[str, Any]]]  # by module: the rank's part, and the parameters of its scheme
+
+
+def parts_of(
+    model: nn.Module, choices: Mapping[str, Choice], phase: str, shard: tuple[int, int],
+    plan: Mapping[str, str] | None,
+) -> tuple[Parts, list[str]]:  # fmt: skip
+    """What a rank has of every linear that is split, and what keeps them from being split."""
+    parts: Parts = {}
+    problems: list[str] = []
+    try:
+        split = styles(model, plan, shard[1])
+    except Error as problem:
+        return {}, [str(problem)]
+    uses = Counter(id(p) for _, p in model.named_parameters(remove_duplicate=False))
+    for name, style in split.items():
+        linear, choice = model.get_submodule(name), choices.get(name)
+        n, k = linear.out_features, linear.in_features
+        try:
+            if choice is not None:
+                parts[name] = quantized_part(choice, phase, style, *shard, n, k)
+            elif uses[id(linear.weight)] > 1:
+                raise Error("its weight is tied to another module's, which is not split")
+            else:
+                parts[name] = part_of(style, *shard, n, k), {}
+        except Error as problem:
+            problems.append(f"{name}: {problem}")
+    return parts, problems
+
+
+# ---- what joins the ranks ----------------------------------------------------------------------------------------
 @dataclass(frozen=True)
 class Joint:
     """One rank's layer among those of the others.

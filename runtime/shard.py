@@ -13,30 +13,21 @@ features, and a layer of whole groups needs no new scheme. x is 0 there, and so 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from qdsl.diagnostic import Error, SchemeError
 from qdsl.expr import Binary, Expr, Negate, Ref, names
-from qdsl.layout import Layout
 from qdsl.runtime import repack
-from qdsl.runtime.resolve import kept_tensors, resolved
+from qdsl.runtime.checkpoints import Choice
+from qdsl.runtime.resolve import check_layer, kept_tensors, resolved
 from qdsl.scheme import Binding, Gather, Group, Index, Scheme, Storage, Tensor, Var, extent_of
 
-# Styles of transformers' plans: whether the features or the inputs are split, and what joins the ranks.
-COLUMNS, ROWS, WHOLE = ("colwise", "colwise_gather_output"), ("rowwise", "rowwise_split_input"), "replicate"
-_STYLES = {
-    **{style: style for style in (*COLUMNS, *ROWS)},
-    "colwise_rep": "colwise_gather_output",  # as transformers before 5 called them
-    "rowwise_rep": "rowwise_split_input",
-    **dict.fromkeys(("replicate", "replicated_with_grad_allreduce", "sequence_parallel"), WHOLE),
-}
+COLUMNS, ROWS = ("colwise", "colwise_gather_output"), ("rowwise", "rowwise_split_input")  # as transformers calls them
 Read = Callable[[str, tuple[slice, ...]], torch.Tensor]  # a part of a stored tensor, by its full name
 
 
@@ -85,56 +76,13 @@ def part_of(style: str, rank: int, world: int, n: int, k: int, unit_n: int = 1, 
     return Part(style, rank, world, rows, columns, before, (n, k))
 
 
-# ---- which linears are split -------------------------------------------------------------------------------------
-def styles(model: nn.Module, plan: Mapping[str, str] | None, world: int) -> dict[str, str]:
-    """The style of every linear that is split, by a plan of names in which `*` stands for a number.
-
-    The plan is the model's own (`config.base_model_tp_plan` of transformers) unless one is given.  Raises Error where
-    there is none, it names no linear, a style is unknown, or heads can't be split.
-    """
-    config = getattr(model, "config", None)
-    if plan is None:
-        own = getattr(config, "base_model_tp_plan", None)
-        if not own:
-            raise Error(
-                f"{type(model).__name__} has no plan for tensor parallelism (config.base_model_tp_plan); give one: "
-                'tp_plan={"layers.*.up_proj": "colwise", "layers.*.down_proj": "rowwise"}, by the names of its linears'
-            )
-        prefix = getattr(model, "base_model_prefix", "")
-        prefix = f"{prefix}." if prefix and hasattr(model, prefix) else ""
-        plan = {prefix + name: style for name, style in own.items()}
-    linears = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
-    found: dict[str, str] = {}
-    for name in linears:
-        style = plan.get(re.sub(r"\b\d+\b", "*", name), plan.get(name))
-        if style is not None and style not in _STYLES:
-            raise Error(f"{name}: the plan's style `{style}` is not supported for a linear ({', '.join(_STYLES)})")
-        if style is not None and _STYLES[style] != WHOLE:
-            found[name] = _STYLES[style]
-    if not found:
-        raise Error(f"the plan for tensor parallelism names no linear of the model: {', '.join(plan)}")
-    _check_heads(config, found, world)
-    return found
-
-
-def _check_heads(config: Any, found: Mapping[str, str], world: int) -> None:
-    """A rank has whole heads, of the keys too."""
-    if not any(style == "colwise" and re.search(r"attn|attention", name) for name, style in found.items()):
-        return
-    text = config.get_text_config() if hasattr(config, "get_text_config") else config
-    for setting in ("num_attention_heads", "num_key_value_heads"):
-        heads = getattr(text, setting, None)
-        if isinstance(heads, int) and heads % world:
-            raise Error(f"{heads} heads ({setting}) can't be split over {world} ranks")
-
-
 # ---- the scheme of a part ----------------------------------------------------------------------------------------
 def quantized_part(
-    scheme: str, params: Mapping[str, Any], phase: str, style: str, rank: int, world: int, n: int, k: int
+    choice: Choice, phase: str, style: str, rank: int, world: int, n: int, k: int
 ) -> tuple[Part, dict[str, Any]]:
     """A rank's part of a quantized layer, and the parameters of its scheme; raises Error where it can't be split."""
-    whole = resolved(scheme, params, None)
-    active = whole.activation(phase)
+    whole, params = resolved(choice.scheme, choice.params, None), choice.params
+    active = whole.activation(phase if whole.phases else "")
     tensors = (*whole.weight.tensors, *(active.operand.tensors if active else ()))
     units = {
         axis: math.lcm(
@@ -146,6 +94,7 @@ def quantized_part(
     if style in COLUMNS:
         if whole.output.half:
             raise Error(f"{whole.bound} folds {whole.output.half[1]} features into one, so its rows can't be split")
+        check_layer(whole, part.k, part.n, choice.bias, "")
         return part, dict(params)
     if active and active.transforms:
         raise Error(f"{whole.bound} transforms x before it is quantized, so its inputs can't be split ({style})")
@@ -157,7 +106,9 @@ def quantized_part(
         raise Error(
             f"{whole.bound}: a group of {units['k']} inputs lies on two of {world} ranks, and x has a zero point ({style})"
         )
-    return part, _with_groups(whole, params, k, part.k)
+    params = _with_groups(choice.scheme, whole, params, k, part.k)
+    check_layer(resolved(choice.scheme, params, None), part.k, part.n, choice.bias and part.has_bias, "")
+    return part, params
 
 
 def _sums(scheme: Scheme) -> bool:
@@ -184,7 +135,7 @@ def _sums(scheme: Scheme) -> bool:
     return scheme.output.half is None and sums(scheme.output.value)
 
 
-def _with_groups(whole: Scheme, params: Mapping[str, Any], k: int, part: int) -> dict[str, Any]:
+def _with_groups(name: str, whole: Scheme, params: Mapping[str, Any], k: int, part: int) -> dict[str, Any]:
     """Parameters with which a layer of `part` inputs has as many groups as the whole one, of which any may be named."""
     for t in whole.weight.tensors:
         if t.role != "index" or not isinstance(t.extent, Group) or t.extent.size is None:
@@ -196,9 +147,9 @@ def _with_groups(whole: Scheme, params: Mapping[str, Any], k: int, part: int) ->
             continue
         if smaller < 1:
             raise Error(f"{whole.bound}: {part} inputs may not name all of the {count} groups of {k} inputs")
-        for name, value in whole.params.items():
-            changed = {**params, name: smaller}
-            if value == size and _has_groups(whole.name, changed, t.name, smaller):
+        for parameter, value in whole.params.items():
+            changed = {**params, parameter: smaller}
+            if value == size and _has_groups(name, changed, t.name, smaller):
                 return changed
         raise Error(f"{whole.bound}: no parameter is the size of a group of `{t}`, of which a part needs as many")
     return dict(params)

@@ -160,7 +160,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         return self._read(name, lambda file: file.get_tensor(name))
 
     def part(self, name: str, cut: tuple[slice, ...]) -> torch.Tensor:
-        return self._read(name, lambda file: file.get_slice(name)[cut])
+        return self._read(name, lambda file: file.get_slice(name)[cut].contiguous())
 
     def _read(self, name: str, of: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         path = self.file[name]
