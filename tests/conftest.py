@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
+
+# Threads of a kernel that is done sleep instead of waiting for the next one in a loop: tests share their cores with those
+# of another process, and from small kernel to small kernel the loops take most of the time. Read when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 
 def pytest_addoption(parser):
