@@ -107,6 +107,25 @@ class Layout:
         extent = self.extents(shape)
         return tuple(self._axis_size(axis, extent) for axis in self.axes)
 
+    def cover(self, shape: Sequence[int], window: Sequence[slice]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
+        """The smallest part of the stored tensor that is a stored tensor of this layout and holds a window of elements.
+
+        Returns where it lies along the axes, and which elements it holds: those of the window, and what shares words or
+        digits with them. Both slices have bounds. An index is cut where its open digit is the slowest of an axis.
+        """
+        extent = self.extents(shape)
+        axes = [slice(0, size) for size in self.stored_shape(shape)]
+        held = [slice(0, size) for size in shape]
+        for at, (dim, size, part) in enumerate(zip(self.dims, shape, window, strict=True)):
+            place = next((i for i, axis in enumerate(self.axes) if axis.digits[:1] == (dim[0].name,)), None)
+            if place is None or dim[0].extent is not None or (part.start, part.stop) == (0, size):
+                continue
+            stride = math.prod(extent[d.name] for d in dim[1:])
+            first, last = part.start // stride, -(-part.stop // stride)
+            step = axes[place].stop // extent[dim[0].name]
+            axes[place], held[at] = slice(first * step, last * step), slice(first * stride, min(last * stride, size))
+        return tuple(axes), tuple(held)
+
     def _axis_size(self, axis: Axis, extent: dict[str, Any]) -> Any:
         size: Any = math.prod(extent[name] for name in axis.digits)
         return size * sum(self._run_words(run, extent) for run in axis.runs) if axis.runs else size

@@ -14,8 +14,9 @@ from torch import nn
 from qdsl.cache import compiler_fingerprint
 from qdsl.manifest import Buffer
 from qdsl.runtime.artifact import best_arch, buffers_of
-from qdsl.runtime.checkpoint import empty_layers, examine, filled, floats, refuse, wish
+from qdsl.runtime.checkpoint import empty_layers, filled, floats
 from qdsl.runtime.checkpoints import converted
+from qdsl.runtime.examination import examine, refuse, wish
 from qdsl.runtime.experts import parts_of
 from qdsl.runtime.inspection import empty_model
 from qdsl.runtime.state import EXTRA, Tag
@@ -58,7 +59,7 @@ def convert(
 
     def tensors(name: str) -> Mapping[str, torch.Tensor]:
         if name not in layers:
-            return {name: floats(found.dense[name][1], found)}
+            return {name: floats(name, found)}
         layer = filled(layers.pop(name), name, found, next(model.get_submodule(name).parameters()).dtype)
         named: dict[str, torch.Tensor] = {}
         for prefix, own in parts_of(layer).items():

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from qdsl.diagnostic import CheckpointError
-from qdsl.runtime.checkpoint import Examination, examine
 from qdsl.runtime.checkpoints import Choice, Module
+from qdsl.runtime.examination import Examination, examine
 from qdsl.runtime.resolve import resolved
 from qdsl.scheme import Binding, Scheme
 

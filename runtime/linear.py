@@ -520,7 +520,11 @@ class QuantLinear(nn.Module):
                 f"{self.scheme.bound}: the layer needs a weight {list(needed)} with{'' if self._has_bias else 'out'} a bias, "
                 f"not {list(weight.shape)} with{'' if bias is not None else 'out'} one"
             )
-        patterns, given = quantized(self.scheme, weight), {}
+        return self.set_weight(quantized(self.scheme, weight), bias)
+
+    def set_weight(self, patterns: Mapping[str, np.ndarray], bias: torch.Tensor | None) -> QuantLinear:
+        """Take logical bit patterns of the weight's tensors, and float numbers of the bias where the layer has one."""
+        given = {}
         for name, declared in self._wanted.items():
             if name in patterns:
                 given[name] = self._packed(name, patterns[name])

@@ -13,10 +13,11 @@ from torch import nn
 from qdsl.diagnostic import CheckpointError, Error
 from qdsl.manifest import plain_params
 from qdsl.runtime import repack
-from qdsl.runtime.checkpoint import Examination, examine, floats, linears, refuse, wish
+from qdsl.runtime.checkpoint import floats
 from qdsl.runtime.checkpoints import FORMATS, Choice, Module
 from qdsl.runtime.checkpoints.modules import groups_of
 from qdsl.runtime.checkpoints.written import Written, all_writable, known_as, writable, written
+from qdsl.runtime.examination import Examination, examine, linears, refuse, wish
 from qdsl.runtime.inspection import empty_model
 from qdsl.runtime.resolve import follows, misfits, resolved, with_dtype
 from qdsl.runtime.weight import quantized
@@ -57,7 +58,7 @@ def quantize(
 
     def tensors(name: str) -> Mapping[str, torch.Tensor]:
         if name not in choices:
-            return {name: floats(found.dense[name][1], found)}
+            return {name: floats(name, found)}
         try:
             return _stored(name, modules[name], choices[name], storage, said, found)
         except Error as problem:

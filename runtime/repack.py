@@ -208,16 +208,18 @@ def _record_count(bindings: Sequence[Binding], shapes: Sequence[tuple[int, ...]]
     return min(shared)
 
 
-def _from_record(
-    raw: np.ndarray, storage: Storage, binding: Binding, shape: tuple[int, ...], records: int
+def from_records(
+    scheme: Scheme, storage: Storage, binding: Binding, sizes: Mapping[str, int], stored: torch.Tensor
 ) -> np.ndarray:
     """One binding's words out of the bytes of all records."""
+    shape = binding.layout.stored_shape(logical_shape(scheme, binding, sizes, stored))
+    records = _records(scheme, storage, binding, sizes)
     word, start = binding.layout.word // 8, binding.offset or 0
-    field = raw.reshape(records, -1)[:, start : start + math.prod(shape) // records * word]
+    field = bits_of(stored).reshape(records, -1)[:, start : start + math.prod(shape) // records * word]
     return np.ascontiguousarray(field).view(np.dtype(f"uint{word * 8}")).reshape(shape)
 
 
-def _to_records(parts: Sequence[tuple[Binding, np.ndarray]], record: int) -> np.ndarray:
+def to_records(parts: Sequence[tuple[Binding, np.ndarray]], record: int) -> np.ndarray:
     """The bytes of all records, one row per index of the first axis; bytes that no binding names are zero."""
     count = _record_count([b for b, _ in parts], [words.shape for _, words in parts], record)
     raw = np.zeros((count, record), np.uint8)
@@ -239,10 +241,7 @@ def read(
         tensor = torch.as_tensor(tensors[name])
         shape = logical_shape(scheme, binding, sizes, tensor)
         if storage.record is not None:
-            stored_shape = binding.layout.stored_shape(shape)
-            words = _from_record(
-                bits_of(tensor), storage, binding, stored_shape, _records(scheme, storage, binding, sizes)
-            )
+            words = from_records(scheme, storage, binding, sizes, tensor)
             parts.append(patterns_of(binding, declared, words, binding.stored, shape, name))
             continue
         if declared.dtype.kind == "index":
@@ -329,7 +328,7 @@ def write(
                 records.setdefault(name, []).append((binding, words))
     for name, parts in records.items():
         assert storage.record is not None
-        result[name] = tensor_of(_to_records(parts, storage.record), torch.uint8)
+        result[name] = tensor_of(to_records(parts, storage.record), torch.uint8)
     return result
 
 

@@ -13,7 +13,7 @@ import safetensors
 import torch
 
 from qdsl.diagnostic import CheckpointError, closest
-from qdsl.runtime.checkpoints import FILES, FORMATS, SETTINGS, unnamed
+from qdsl.runtime.checkpoints import FILES, FORMATS, SETTINGS, Choice, unnamed
 from qdsl.runtime.checkpoints.experts import Part
 
 INDEX = "model.safetensors.index.json"
@@ -36,8 +36,8 @@ class Stored(Protocol):
     file: dict[str, Path]
 
     def __getitem__(self, name: str) -> torch.Tensor: ...
-    def share(self, name: str, e: int) -> torch.Tensor:
-        """tensor[e], without reading the others."""
+    def part(self, name: str, cut: tuple[slice, ...]) -> torch.Tensor:
+        """Of a stored tensor; no more than that is read, where the file allows it."""
         ...
 
     def __iter__(self) -> Iterator[str]: ...
@@ -194,8 +194,8 @@ class StoredTensors(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._read(name, lambda file: file.get_tensor(name))
 
-    def share(self, name: str, e: int) -> torch.Tensor:
-        return self._read(name, lambda file: file.get_slice(name)[e])
+    def part(self, name: str, cut: tuple[slice, ...]) -> torch.Tensor:
+        return self._read(name, lambda file: file.get_slice(name)[cut].contiguous())
 
     def _read(self, name: str, read: Callable[[Any], torch.Tensor]) -> torch.Tensor:
         path = self.file[name]
@@ -248,16 +248,45 @@ class Unstacked(Mapping[str, torch.Tensor]):
             return self._files[name]
         if part.shared or self._e is None:
             return self._files[part.source]
-        return part.of(self._files.share(part.source, self._e))
+        return part.of(self._files.part(part.source, (slice(self._e, self._e + 1),))[0])
 
-    def share(self, name: str, e: int) -> torch.Tensor:
-        return self.member(e)[name] if name in self._parts else self._files.share(name, e)
+    def part(self, name: str, cut: tuple[slice, ...]) -> torch.Tensor:
+        return self[name][cut] if name in self._parts else self._files.part(name, cut)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.headers)
 
     def __len__(self) -> int:
         return len(self.headers)
+
+
+class Renamed(Mapping[str, torch.Tensor]):
+    """A module's tensors under the names its layout uses, each cut to its meaningful part.
+
+    others   those that no file holds as the layout wants them, by their names within the module
+    """
+
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], module: str, choice: Choice, others: Mapping[str, torch.Tensor]
+    ):
+        self.tensors, self.choice = tensors, choice
+        self.stored = {f"{module}.{short}": stored for stored, short in choice.tensors.items()}
+        self.others = {f"{module}.{short}": tensor for short, tensor in others.items()}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        if name in self.others:
+            return self.others[name]
+        stored = self.stored[name]
+        tensor = self.tensors[stored]
+        for at, size in enumerate(self.choice.leading.get(self.choice.tensors[stored], ())):
+            tensor = tensor.narrow(at, 0, size)
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter({**self.stored, **self.others})
+
+    def __len__(self) -> int:
+        return len({**self.stored, **self.others})
 
 
 def _index(directory: Path) -> Path | None:

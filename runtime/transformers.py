@@ -30,9 +30,10 @@ from transformers.quantizers import HfQuantizer, register_quantization_config, r
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from qdsl.diagnostic import CheckpointError, Error
-from qdsl.runtime.checkpoint import empty_layer, empty_layers, examine, filled, progress, put, refuse, wish
+from qdsl.runtime.checkpoint import empty_layer, empty_layers, filled, progress, put
 from qdsl.runtime.checkpoints import converted
 from qdsl.runtime.checkpoints.experts import spellings
+from qdsl.runtime.examination import examine, refuse, wish
 from qdsl.runtime.experts import QuantExperts, parts_of
 from qdsl.runtime.linear import QuantLinear
 from qdsl.runtime.stored import weights_file

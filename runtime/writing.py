@@ -24,7 +24,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from qdsl.diagnostic import Error
-from qdsl.runtime.checkpoint import Examination, progress
+from qdsl.runtime.checkpoint import progress
+from qdsl.runtime.examination import Examination
 from qdsl.runtime.stored import INDEX
 
 _MMAP_THRESHOLD = -3  # M_MMAP_THRESHOLD of malloc.h

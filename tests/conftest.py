@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+# Threads of a kernel that is done sleep instead of waiting for the next one in a loop: tests share their cores with those
+# of another process, and from small kernel to small kernel the loops take most of the time. Read when torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
 
 def pytest_addoption(parser):
     parser.addoption("--update-golden", action="store_true", help="rewrite the expected texts that tests compare with")
+    parser.addoption(
+        "--every-kernel", action="store_true", help="compile every kernel for every weight (test_resources.py)"
+    )
     parser.addoption("--damages", type=int, default=240, help="how many damaged checkpoints to try (default 240)")
 
 

@@ -26,8 +26,8 @@ from torch import nn
 import qdsl
 from qdsl import reference
 from qdsl.runtime import repack
-from qdsl.runtime.checkpoint import examine
 from qdsl.runtime.conversion import convert
+from qdsl.runtime.examination import examine
 
 transformers = pytest.importorskip("transformers")
 

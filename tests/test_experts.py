@@ -20,8 +20,8 @@ import packers
 import qdsl
 from qdsl import reference
 from qdsl.runtime import QuantExperts, QuantLinear, QuantStack, load_quantized
-from qdsl.runtime.checkpoint import examine
 from qdsl.runtime.conversion import convert
+from qdsl.runtime.examination import examine
 from qdsl.runtime.inspection import inspect
 
 transformers = pytest.importorskip("transformers")

@@ -15,8 +15,8 @@ from torch import nn
 import packers
 import qdsl
 from qdsl.runtime import QuantLinear, load_quantized
-from qdsl.runtime.checkpoint import examine
 from qdsl.runtime.conversion import convert
+from qdsl.runtime.examination import examine
 from qdsl.runtime.inspection import inspect
 
 transformers = pytest.importorskip("transformers")

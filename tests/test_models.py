@@ -140,6 +140,23 @@ def outputs_are_within_their_bounds(model, layers):
 
 
 @needs_fixtures
+@pytest.mark.parametrize("name", LOADED)
+def test_two_ranks_have_a_checkpoint_together(name):
+    directory = FIXTURES / name
+    if name == "ms_w4a4_flatquant":
+        with pytest.raises(qdsl.CheckpointError, match=r"o_proj: .* transforms x before it is quantized"):
+            load_quantized(built(directory), directory, shard=(0, 2))
+        return
+    whole = load_quantized(built(directory), directory)
+    ranks = [load_quantized(built(directory), directory, shard=(rank, 2)) for rank in range(2)]
+    for at, layer in quantized(whole).items():
+        axis, parts = int(at.endswith(("o_proj", "down_proj"))), [rank.get_submodule(at) for rank in ranks]
+        size = (layer.out_features, layer.in_features)[axis] // 2
+        own = [part.dequantize().narrow(axis, -size, size) for part in parts]
+        assert torch.equal(torch.cat(own, axis), layer.dequantize()), at
+
+
+@needs_fixtures
 @pytest.mark.parametrize("phase", ["prefill", "decode"])
 def test_a_model_has_a_role(phase):
     directory = FIXTURES / "ms_w8a8_mix"

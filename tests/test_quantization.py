@@ -15,8 +15,8 @@ import decoders
 import qdsl
 from qdsl.cli import main
 from qdsl.runtime import QuantLinear, load_quantized, quantization, repack
-from qdsl.runtime.checkpoint import examine
 from qdsl.runtime.checkpoints.written import all_writable, written
+from qdsl.runtime.examination import examine
 from qdsl.runtime.quantization import quantize
 
 transformers = pytest.importorskip("transformers")

@@ -22,6 +22,9 @@ FIVE = Weight("float16", 0, "u5", "float16", 64, dtype("u5"))
 TABLE = Weight("bfloat16", 0, None, "float16", 48, dtype("u5"), tuple(i / 8 - 1 for i in range(24)))
 E4M3 = ByteWeight(dtype("e4m3"), dtype("e4m3"), "bfloat16", 64, "float32", Shared(128, 64), "float32")
 NIBBLES = ByteWeight(dtype("i8"), dtype("i4"), "bfloat16", 64, "float32")
+# Of Hopper's kernels those that come within a register or two of their limit. Another weight changes a few registers, so
+# the others are compiled for one weight, or for all with --every-kernel.
+TIGHT = {"w256", "w152", "w128_wide", "w128", "w128_split", "w32_wide", "t8_tall", "t16", "t16_split", "h16", "any"}
 
 
 @pytest.mark.skipif(nvcc() is None, reason="needs nvcc, or its wheels")
@@ -41,10 +44,13 @@ NIBBLES = ByteWeight(dtype("i8"), dtype("i4"), "bfloat16", 64, "float32")
     ],
     ids=["sm_80", "sm_90a", "symmetric", "mixed", "int8", "nvfp4", "five", "table", "blocks", "nibbles"],
 )
-def test_nothing_spills_and_no_wgmma_waits_for_the_compiler(arch, weight, spilled, tmp_path):
+def test_nothing_spills_and_no_wgmma_waits_for_the_compiler(arch, weight, spilled, tmp_path, request):
     """Run with -s to read the registers. ptxas warns where it waits after every wgmma, which costs half the speed."""
     goal = target("cuda", arch)
     kernels = candidates(goal, weight)
+    if len(kernels) > 16 and weight is not AWQ and not request.config.getoption("--every-kernel"):
+        kernels = [c for c in kernels if c.name in TIGHT]
+        assert len(kernels) == len(TIGHT)
     functions = {c.name: c.lower(c.name) for c in kernels}
     source = tmp_path / "kernels.cu"
     source.write_text(host.emit(functions, goal, overlapped=goal.dependent_launch))

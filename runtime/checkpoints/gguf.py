@@ -171,8 +171,8 @@ class GgufTensors(Mapping[str, torch.Tensor]):
         part = re.search(r"self_attn\.(q|k)_proj\.(weight|bias)$", name)
         return _halves(tensor, self._heads(part[1])) if part else tensor
 
-    def share(self, name: str, e: int) -> torch.Tensor:
-        return self[name][e]
+    def part(self, name: str, cut: tuple[slice, ...]) -> torch.Tensor:
+        return self[name][cut].clone()
 
     def _heads(self, part: str) -> int:
         heads = self.metadata.get("llama.attention.head_count")

@@ -171,18 +171,20 @@ def _gxx() -> list[str]:
     include = re.search(r'#\$ INCLUDES="(.*?)"', said)
     assert top and include, said
     cuda = include[1].replace("$(TOP)", top[1].strip()).split()
-    return ["g++", "-O0", "-w", "-std=c++20", "-fPIC", "-fpermissive", f"-I{HERE}", *cuda, f"-I{ffi / 'include'}"]
+    return ["g++", "-w", "-std=c++20", "-fPIC", "-fpermissive", f"-I{HERE}", *cuda, f"-I{ffi / 'include'}"]
 
 
 @functools.cache
-def _headers() -> Path:
-    """What every source includes first, compiled once: that takes longer than most sources."""
-    folder = tempfile.mkdtemp(prefix="qdsl-emulation-")
+def _once() -> tuple[Path, Path]:
+    """What every source includes first, and the instructions: compiled once, which takes longer than most sources."""
+    folder = Path(tempfile.mkdtemp(prefix="qdsl-emulation-"))
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
-    header = Path(folder) / "headers.h"
+    header, instructions = folder / "headers.h", folder / "simt.o"
     header.write_text('#include "simt.h"\n#include <tvm/ffi/function.h>\n')
     _compiled([*_gxx(), "-x", "c++-header", str(header), "-o", f"{header}.gch"])
-    return header
+    # Without the checks of _FORTIFY_SOURCE, which some systems turn on: a fiber's jump looks wrong to them.
+    _compiled([*_gxx(), "-O2", "-U_FORTIFY_SOURCE", "-c", str(HERE / "simt.cc"), "-o", str(instructions)])
+    return header, instructions
 
 
 def _compiled(command: list[str]) -> None:
@@ -200,6 +202,7 @@ def built(source: str, found: Path) -> Path:
     """The library of a generated file."""
     path, libraries = found.with_suffix(".cpp"), Path(tvm_ffi.__file__).parent / "lib"
     path.write_text(rewritten(source))
-    link = ["-shared", f"-L{libraries}", "-ltvm_ffi", str(path), "-o", str(found)]
-    _compiled([*_gxx(), "-include", str(_headers()), *link])
+    header, instructions = _once()
+    link = ["-shared", f"-L{libraries}", "-ltvm_ffi", str(path), str(instructions), "-o", str(found)]
+    _compiled([*_gxx(), "-O0", "-include", str(header), *link])
     return found
