@@ -6,10 +6,15 @@ import os
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 # Threads of a kernel that is done sleep instead of waiting for the next one in a loop: tests share their cores with those
 # of another process, and from small kernel to small kernel the loops take most of the time. Read when torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+
+# How long one example takes is the machine's load, not the code's.
+settings.register_profile("qdsl", deadline=None)
+settings.load_profile("qdsl")
 
 
 def pytest_addoption(parser):

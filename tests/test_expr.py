@@ -43,7 +43,7 @@ def grow(inner):
     )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.recursive(leaves, grow, max_leaves=12))
 def test_printed_expressions_parse_back(e: Expr):
     text = f"scheme t weight {{ code q[n, k] : u4 w ~ {e} }} compute f16 -> f32 output f16"
@@ -72,7 +72,7 @@ def combine(inner):
 operands = st.integers(-4, 9).map(Number) | st.just(Number(0.375)) | st.sampled_from("abcd").map(Ref)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.recursive(operands, combine, max_leaves=6))
 def test_a_range_holds_every_value_and_what_fits_is_exact(e: Expr):
     found = interval(e, lambda x: of_dtype(TYPES[x.name]))

@@ -199,7 +199,7 @@ def filled(draw, layout: Layout) -> np.ndarray:
 
 
 layout_and_elements = layouts().flatmap(lambda layout: st.tuples(st.just(layout), filled(layout)))
-quick = settings(max_examples=150, deadline=None)
+quick = settings(max_examples=150)
 
 
 @quick

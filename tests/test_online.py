@@ -121,8 +121,7 @@ def test_a_tied_head_is_quantized_when_it_is_not_skipped(writable):
     assert len(quantized(model)) == LAYERS + 1
     embeddings = tensors["model.embed_tokens.weight"]
     assert torch.equal(model.model.embed_tokens.weight, embeddings.float())
-    expected = QuantLinear.from_float(nn.utils.skip_init(nn.Linear, 96, 96, bias=False), "w8a8_dynamic")
-    expected.quantize(embeddings)
+    expected = QuantLinear("w8a8_dynamic", 96, 96, dtype=torch.float32).quantize(embeddings)
     assert torch.equal(model.lm_head.dequantize(), expected.dequantize())
 
 

@@ -18,6 +18,7 @@ import qdsl
 from qdsl import reference
 from qdsl.runtime import QuantLinear, load_quantized, repack
 from qdsl.runtime.checkpoints import Choice
+from qdsl.runtime.conversion import convert
 from qdsl.runtime.resolve import kept_tensors, misfits, resolved
 from qdsl.runtime.shard import cut, quantized_part
 
@@ -268,6 +269,31 @@ def test_a_rank_has_its_part_of_every_linear(directory):
         assert (y - linear(x)).abs().max() <= 1e-5 * y.abs().max()
 
 
+def test_floats_are_quantized_with_the_scales_of_the_whole_layer(tmp_path):
+    """One scale a channel, and one a group of 64, in the second of which the second part's inputs begin."""
+    torch.manual_seed(0)
+    model = nn.ModuleDict({"up": nn.Linear(192, 64, dtype=torch.bfloat16)})
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text("{}")
+    for scheme, params in (("w8a8_dynamic", {}), ("awq4", {"group": 64})):
+        options = {"scheme": scheme, "params": params, "skip": ()}
+        whole = load_quantized(nn.ModuleDict({"up": nn.Linear(192, 64)}), tmp_path, **options)["up"]
+        for style, axis in (("colwise", 0), ("rowwise", 1)):
+            ranks = [
+                load_quantized(
+                    nn.ModuleDict({"up": nn.Linear(192, 64)}), tmp_path, shard=(r, 2), tp_plan={"up": style}, **options
+                )["up"]
+                for r in range(2)
+            ]
+            size = (64, 192)[axis] // 2
+            own = [layer.dequantize().narrow(axis, -size, size) for layer in ranks]
+            assert torch.equal(torch.cat(own, axis), whole.dequantize())
+            if style == "colwise":
+                assert torch.equal(torch.cat([layer.bias for layer in ranks]), whole.bias)
+            else:
+                assert torch.equal(ranks[0].bias, whole.bias) and ranks[1].bias is None
+
+
 def test_parts_that_begin_inside_of_a_block_are_layers(tmp_path):
     """fp8 in blocks of 128: of 160 x 384, parts of 80 features, or of 64 inputs."""
     whole = Whole("fp8a16_block", "deepseek", 160, 384)
@@ -296,7 +322,7 @@ def test_parts_that_begin_inside_of_a_block_are_layers(tmp_path):
         assert (y - expected).norm() <= 0.05 * expected.norm()
 
 
-def test_models_that_cannot_be_split_say_why_and_stay():
+def test_models_that_cannot_be_split_say_why_and_stay(tmp_path):
     def refused(message, model=None, **options):
         model = built() if model is None else model
         before = {name: type(m) for name, m in model.named_modules()}
@@ -316,6 +342,9 @@ def test_models_that_cannot_be_split_say_why_and_stay():
     planless = built()
     planless.config.base_model_tp_plan = None
     refused("LlamaForCausalLM has no plan for tensor parallelism", planless, shard=(0, 2))
+    convert(AWQ, tmp_path / "converted")
+    with pytest.raises(qdsl.CheckpointError, match="up_proj: it is saved for kernels as a whole"):
+        load_quantized(built(), tmp_path / "converted", shard=(0, 2))
     gathered = load_quantized(built(), AWQ, shard=(0, 2), tp_plan=SPLIT)
     with pytest.raises(qdsl.Error, match=r"initialize torch\.distributed"):
         gathered(TOKENS)
