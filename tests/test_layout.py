@@ -62,6 +62,20 @@ def test_autogptq(bits):
     holds(line(f"code q[n, k] : u{bits}", 'q[n, (r l:32)] = "qweight"[r {l}, n] : i32'), q, packers.autogptq(q, bits))
 
 
+@pytest.mark.parametrize("bits", [2, 3])
+@pytest.mark.parametrize("k", [32, 64, 96])
+def test_autogptq_one_code_at_each_position(bits, k):
+    """All bits of one code and none of the others, of weights along k and of zero points along n."""
+    only = np.eye(k, dtype=np.uint8) * ((1 << bits) - 1)
+    for tensor in ("q", "z"):
+        holds(stored("gptq", "gptq_v2", tensor, bits=bits), only, along_k(tensor, packers.autogptq, only, bits))
+
+
+def along_k(tensor, pack, elements, bits):
+    """What a packer of codes along k makes of codes, or of zero points [n, g], which lie along n."""
+    return pack(elements, bits) if tensor == "q" else pack(elements.T, bits).T
+
+
 @pytest.mark.parametrize("bits", sorted(packers.PLANES))
 def test_gptq_planar(bits):
     runs, low = [], 0
@@ -89,9 +103,9 @@ def test_compressed_tensors_padded(bits, k):
     holds(line(f"code q[n, k] : u{bits}", binding), q, packers.compressed_tensors_padded(q, bits))
 
 
-def stored(scheme: str, layout: str, name: str) -> Layout:
+def stored(scheme: str, layout: str, name: str, **params) -> Layout:
     """The layout of one tensor of a shipped scheme."""
-    bindings = qdsl.load(scheme).layouts[layout].bindings
+    bindings = qdsl.load(scheme, **params).layouts[layout].bindings
     return next(b.layout for b in bindings if b.tensor == name)
 
 

@@ -176,19 +176,20 @@ def test_an_index_out_of_order_counts_whatever_desc_act_says():
 
 
 @pytest.mark.parametrize("desc_act", [True, False])
-@pytest.mark.parametrize("form", ["in order", "all zero", "empty", "none", "too large"])
+@pytest.mark.parametrize("form", ["in order", "all zero", "empty", "none", "too large", "one group"])
 def test_forms_of_an_index(form, desc_act):
-    weight, stored = made_gptq()
+    group = K if form == "one group" else 32
+    weight, stored = made_gptq(group=group)
     index = f"{X}.g_idx"
     if form == "none":
         del stored[index]
     else:
         changed = {"all zero": torch.zeros(K), "empty": torch.zeros(0), "too large": torch.arange(K)}
         stored[index] = changed.get(form, stored[index]).int()
-    plan = planned("gptq", gptq_config(desc_act=desc_act), stored)
+    plan = planned("gptq", gptq_config(group=group, desc_act=desc_act), stored)
     if form == "too large":
         refused(plan, f"`{index}` names group 127 of 4")
-    elif desc_act and form != "in order":
+    elif desc_act and form not in ("in order", "one group"):
         refused(plan, "desc_act by the configuration")
     else:
         assert plan.choices[X].scheme == "gptq_sym" and np.array_equal(decoded(plan, stored), weight)
