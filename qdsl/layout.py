@@ -107,6 +107,18 @@ class Layout:
         extent = self.extents(shape)
         return tuple(self._axis_size(axis, extent) for axis in self.axes)
 
+    def least_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """The stored shape without the last words of an axis where all their elements lie beyond the size: tools that fill
+        words one after another store no more."""
+        least = list(self.stored_shape(shape))
+        for at, axis in enumerate(self.axes):
+            for size, dim in zip(shape, self.dims, strict=True):
+                names = [d.name for d in dim]
+                plain = Run(tuple(Lane(name) for name in names[1:]))  # a dense stream, in order
+                if (axis.digits, axis.runs) == (tuple(names[:1]), (plain,)) and dim[0].extent is None:
+                    least[at] = -(-size * self.bits // self.word)
+        return tuple(least)
+
     def cover(self, shape: Sequence[int], window: Sequence[slice]) -> tuple[tuple[slice, ...], tuple[slice, ...]]:
         """The smallest part of the stored tensor that is a stored tensor of this layout and holds a window of elements.
 
@@ -167,9 +179,11 @@ class Layout:
         return words
 
     def unpack(self, words: np.ndarray, shape: Sequence[int]) -> np.ndarray:
-        """Stored words (unsigned) to logical elements of the given shape; padding is dropped unread."""
+        """Stored words (unsigned) to logical elements of the given shape; padding is dropped unread, and may be missing."""
         extent = self.extents(shape)
         expected = self.stored_shape(shape)
+        if tuple(words.shape) != expected and tuple(words.shape) == self.least_shape(shape):
+            words = np.pad(words, [(0, whole - least) for whole, least in zip(expected, words.shape, strict=True)])
         if tuple(words.shape) != expected:
             raise ValueError(f"stored shape is {list(words.shape)}, the layout needs {list(expected)}")
         names, order = [d.name for dim in self.dims for d in dim], self._order

@@ -5,17 +5,20 @@ File headers and settings are read and no weights; nothing is made and the model
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from qdsl.diagnostic import CheckpointError, Error
 from qdsl.order import Inputs
+from qdsl.runtime import repack
 from qdsl.runtime.buffer import stored_shape, torch_type
 from qdsl.runtime.checkpoints import FORMATS, Choice, Module, Plan, unquantized
 from qdsl.runtime.checkpoints import experts as of_experts
@@ -30,6 +33,7 @@ from qdsl.scheme import Scheme, Tensor
 
 # Stored by some tools, derived by every model that uses them.
 _DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
+_LARGEST = 6 * 448  # weights: e2m1 codes times e4m3 scales are up to this by themselves
 _LISTED = 8  # parameters that are in no file, of which each has a line
 
 
@@ -149,6 +153,7 @@ def examine(
         parts, problems = parts_of(model, plan.choices, (*experts, *stacks), phase, shard, tp_plan)
     problems = of_experts.together([of_experts.as_stored(problem, experts) for problem in problems])
     notices = [of_experts.as_stored(notice, experts) for notice in _notices(plan)]
+    notices += [] if problems else _too_large(plan, modules, files)
     return Examination(method, source, plan, experts, stacks, quantized, files, dense, problems, notices, parts)
 
 
@@ -158,6 +163,32 @@ def _notices(plan: Plan) -> list[str]:
     more = len(plan.contradictions) - 8
     together = "; ".join([*plan.contradictions[:8], *([f"and {more} more"] if more > 0 else [])])
     return [*plan.notices, f"configuration and tensors disagree, and the tensors count: {together}"]
+
+
+def _too_large(plan: Plan, modules: Mapping[str, Module], files: Stored) -> list[str]:
+    """Tells of scales of whole tensors by which weights may be larger than those of any model: shapes and types are the
+    same where a tool stores the reciprocal."""
+    found: dict[str, float] = {}
+    for name, choice in plan.choices.items():
+        scheme, stored = resolved(choice.scheme, choice.params, None), {s: full for full, s in choice.tensors.items()}
+        factors = [t for t in scheme.weight.loaded if t.role in ("code", "scale")]
+        for t in factors if choice.layout else ():
+            storage = scheme.layouts[choice.layout]
+            binding = next(b for b in storage.bindings if b.tensor == t.name)
+            full = stored.get(binding.source, "")
+            if t.index or full not in files or files.headers[full].numel() != 1:
+                continue
+            sizes = {"e": 1, "m": 1, "n": modules[name].n, "k": modules[name].k}
+            value = t.dtype.decode(repack.read(scheme, storage, binding, {binding.source: files[full]}, "", sizes))
+            reach = float(np.abs(value)) * math.prod(other.dtype.max for other in factors if other is not t)
+            if reach > _LARGEST:
+                found[full] = reach
+    if not found:
+        return []
+    return [
+        f"by the scales of whole tensors weights reach {max(found.values()):.3g} ({some(found)}): some tools store what "
+        "multiplies and others the reciprocal; is this the format of the tool that wrote it?"
+    ]
 
 
 def _refused(plan: Plan, modules: Iterable[str]) -> tuple[str, ...]:

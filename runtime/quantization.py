@@ -154,7 +154,7 @@ def _check_reading(
         for binding in scheme.layouts[storage.name].bindings:
             declared = scheme.tensor(binding.tensor)
             if declared.role != "bias" or module.bias:
-                shape = binding.layout.stored_shape(declared.shape(sizes, scheme))
+                shape = binding.layout.least_shape(declared.shape(sizes, scheme))
                 kind = said.kinds.get(binding.source, repack.stored_type(binding.stored))
                 headers[f"{name}.{binding.source}"] = torch.empty(shape, dtype=kind, device="meta")
     method = said.settings["quant_method"]

@@ -137,7 +137,7 @@ def _misfit(
     n, k = sizes["n"], sizes["k"]
     try:
         shape = logical_shape(scheme, binding, sizes, tensor)
-        needed = binding.layout.stored_shape(shape)
+        needed, least = binding.layout.stored_shape(shape), binding.layout.least_shape(shape)
         records = _records(scheme, storage, binding, sizes) if storage.record is not None else 0
     except ValueError as problem:
         return error(
@@ -168,8 +168,8 @@ def _misfit(
     scalar = not needed and tuple(tensor.shape) == (1,)
     return (
         None
-        if tuple(tensor.shape) == tuple(needed) or scalar
-        else shape_error(binding, name, tensor.shape, needed, n, k)
+        if tuple(tensor.shape) in (needed, least) or scalar
+        else shape_error(binding, name, tensor.shape, least, n, k)
     )
 
 
@@ -248,7 +248,7 @@ def read(
             parts.append(_index(scheme, binding, declared, tensor, shape, sizes, name))
             continue
         stored = accepts(binding, tensor.dtype) or binding.stored
-        words = bits_of(tensor).reshape(binding.layout.stored_shape(shape))
+        words = bits_of(tensor).reshape(tensor.shape if shape else ())  # a scalar may be stored as [1]
         parts.append(patterns_of(binding, declared, words, stored, shape, name))
     return np.stack(parts) if binding.per_expert else parts[0]
 
@@ -312,7 +312,10 @@ def words_of(binding: Binding, declared: Tensor, patterns: np.ndarray) -> np.nda
 def write(
     scheme: Scheme, storage: Storage, patterns: Mapping[str, np.ndarray], prefix: str = ""
 ) -> dict[str, torch.Tensor]:
-    """The tensors of a checkpoint in this layout, the inverse of reading.  Records are assembled byte by byte."""
+    """The tensors of a checkpoint in this layout, the inverse of reading, without words of padding at the end.
+
+    Records are assembled byte by byte.
+    """
     result: dict[str, torch.Tensor] = {}
     records: dict[str, list[tuple[Binding, np.ndarray]]] = {}
     for binding in storage.bindings:
@@ -323,6 +326,7 @@ def write(
             name = prefix + (expert_name(binding.source, e) if binding.per_expert else binding.source)
             words = words_of(binding, declared, part)
             if storage.record is None:
+                words = words[tuple(slice(size) for size in binding.layout.least_shape(part.shape))]
                 result[name] = tensor_of(words, stored_type(binding.stored))
             else:
                 records.setdefault(name, []).append((binding, words))

@@ -240,10 +240,10 @@ def _cut(
 ) -> torch.Tensor:  # fmt: skip
     """One stored tensor of a part."""
     layout, wanted = binding.layout, tuple(slice(w.start, w.stop) for w in window)
-    if not shape or tuple(header.shape) != layout.stored_shape(shape):  # a scalar, maybe as [1]
+    if not shape:  # a scalar, maybe as [1]
         return read(tuple(slice(0, size) for size in header.shape))
     at, held = layout.cover(shape, wanted)
-    stored = read(at)
+    stored = read(tuple(slice(a.start, min(a.stop, size)) for a, size in zip(at, header.shape, strict=True)))
     if held == wanted and all(w.size == w.stop - w.start for w in window):
         return stored.contiguous()
     word = stored.element_size() * 8

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import json
+
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from test_resolution import ct_config, ct_weights, decoded, gptq_config, planned, refused, tensor
+from torch import nn
 
 import packers
 import qdsl
 from qdsl import reference
 from qdsl.runtime.checkpoints import FORMATS, Module
+from qdsl.runtime.examination import examine
 
 X = "model.layers.0.mlp.up_proj"
 
@@ -131,7 +136,7 @@ def made_fp4(n=32, k=64):
     return FP4[q % 8] * np.where(q > 7, -1, 1), tensor(packers.low_nibble_first(q), torch.uint8)
 
 
-def test_the_tensor_scale_of_nvfp4_divides_or_multiplies():
+def test_the_tensor_scale_of_nvfp4_divides_or_multiplies(tmp_path):
     """3584 is a divisor in one tool's files; the other stores 1/3584 under another name."""
     values, codes = made_fp4()
     s = torch.from_numpy(np.random.default_rng(2).uniform(1, 400, (32, 4))).to(torch.float8_e4m3fn)
@@ -142,14 +147,19 @@ def test_the_tensor_scale_of_nvfp4_divides_or_multiplies():
     mo = {"weight": codes, "weight_scale": s, "weight_scale_2": torch.tensor(1 / 2048)}
     assert np.array_equal(read("modelopt", {"quant_algo": "W4A16_NVFP4"}, 32, 64, "nvfp4a16", **mo), weight)
 
-    def notices(method, config, parts):
-        return planned(method, config, {f"{X}.{name}": t for name, t in parts.items()}, 32, 64).notices
+    def told(method, config, parts):
+        save_file({f"up.{name}": t for name, t in parts.items()}, tmp_path / "model.safetensors")
+        settings = {"quantization_config": {"quant_method": method, **config}}
+        (tmp_path / "config.json").write_text(json.dumps(settings))
+        return examine(nn.ModuleDict({"up": nn.Linear(64, 32, bias=False)}), tmp_path).notices
 
-    assert not notices("compressed-tensors", config, ct) and not notices("modelopt", {"quant_algo": "W4A16_NVFP4"}, mo)
-    wrong = notices("modelopt", {"quant_algo": "W4A16_NVFP4"}, mo | {"weight_scale_2": torch.tensor(3584.0)})
-    assert f"`{X}.weight_scale_2` multiplies, as its format says, and weights reach 9.63e+06" in wrong[0]
-    wrong = notices("compressed-tensors", config, ct | {"weight_global_scale": torch.tensor([1 / 3584])})
-    assert f"`{X}.weight_global_scale` divides, as its format says, and weights reach 9.63e+06" in wrong[0]
+    algorithm = {"quant_algo": "W4A16_NVFP4"}
+    assert not told("compressed-tensors", config, ct) and not told("modelopt", algorithm, mo)
+    large = "by the scales of whole tensors weights reach 9.63e+06 (`up.{}`)"
+    wrong = told("modelopt", algorithm, mo | {"weight_scale_2": torch.tensor(3584.0)})
+    assert wrong[0].startswith(large.format("weight_scale_2"))
+    wrong = told("compressed-tensors", config, ct | {"weight_global_scale": torch.tensor([1 / 3584])})
+    assert wrong[0].startswith(large.format("weight_global_scale"))
 
 
 def test_a_byte_that_is_an_exponent():

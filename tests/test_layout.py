@@ -94,6 +94,18 @@ def test_compressed_tensors_dense(bits):
     holds(layout, q, packers.compressed_tensors_dense(q, bits))
 
 
+@pytest.mark.parametrize("bits", range(1, 9))
+@pytest.mark.parametrize("k", [8, 31, 40])
+def test_words_of_padding_alone_may_be_missing(bits, k):
+    """Runs of 32 codes; the packer stores as many words as the codes of a row begin."""
+    q = codes(bits, 4, k)
+    layout = line(f"code q[n, k] : u{bits}", 'q[n, (r l:32)] = "weight_packed"[n, r {l}] : i32')
+    least, whole = packers.compressed_tensors_dense(q, bits).astype(np.uint32), layout.pack(q)
+    assert layout.least_shape(q.shape) == least.shape and np.array_equal(whole[:, : least.shape[1]], least)
+    assert not whole[:, least.shape[1] :].any()
+    assert np.array_equal(layout.unpack(least, q.shape), q) and np.array_equal(layout.unpack(whole, q.shape), q)
+
+
 @pytest.mark.parametrize("bits", [3, 5, 6, 7])
 @pytest.mark.parametrize("k", [96, 256, 31])
 def test_compressed_tensors_padded(bits, k):

@@ -16,7 +16,6 @@ import torch
 
 from qdsl.runtime.checkpoints import Choice, Headers, Made, Module, Plan, Read
 from qdsl.runtime.checkpoints.modules import (
-    check_reach,
     float_type,
     groups_of,
     has_bias,
@@ -423,8 +422,6 @@ def _mxfp4(about: _Module, w: Args, x: Args | None, found: Plan) -> _Chosen | No
 def _nvfp4(about: _Module, w: Args, x: Args | None, found: Plan) -> _Chosen | None:
     if (w.kind, w.bits, w.group) != ("float", 4, 16):
         return None
-    if "weight_global_scale" in about.own:
-        check_reach(f"{about.name}.weight_global_scale", 1 / about.number("weight_global_scale"), "divides", found)
     if x is None:
         return _Chosen("nvfp4a16", {})
     return _Chosen("nvfp4", {}) if (x.kind, x.bits, x.group, x.dynamic) == ("float", 4, 16, "local") else None

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from qdsl.runtime.checkpoints import Choice, Headers, Module, Plan, Read
-from qdsl.runtime.checkpoints.modules import check_reach, closest_names, has_bias, is_float, kv_scales, parts, spellings
+from qdsl.runtime.checkpoints.modules import closest_names, has_bias, is_float, kv_scales, parts, spellings
 from qdsl.runtime.checkpoints.settings import names, table
 
 _PARTS = ("weight", "weight_scale", "weight_scale_2", "input_scale", "bias")
@@ -54,7 +54,7 @@ def plan(config: Mapping[str, Any], modules: Mapping[str, Module], stored: Heade
             continue
         if out:
             found.contradictions.append(f"`{name}` is excluded, but is stored quantized")
-        _choose(name, module, tensors, stored, read, entry, settings, found)
+        _choose(name, module, tensors, stored, entry, settings, found)
     return found
 
 
@@ -64,8 +64,8 @@ def _excludes(pattern: str, name: str) -> bool:
 
 
 def _choose(
-    name: str, module: Module, tensors: dict[str, str], stored: Headers, read: Read,
-    entry: Mapping[str, Any], settings: Mapping[str, Any], found: Plan,
+    name: str, module: Module, tensors: dict[str, str], stored: Headers, entry: Mapping[str, Any],
+    settings: Mapping[str, Any], found: Plan,
 ) -> None:  # fmt: skip
     algorithm = str(entry.get("quant_algo")).upper()
     scheme, params, layout = _ALGORITHMS[algorithm]
@@ -76,8 +76,6 @@ def _choose(
     if fixed and module.k % fixed:
         found.problems.append(f"`{name}` is {algorithm} with k = {module.k}, no multiple of its group of {fixed}")
         return
-    if (factor := f"{name}.weight_scale_2") in tensors:
-        check_reach(factor, read(factor), "multiplies", found)
     unread = ()
     if scheme == "nvfp4a16" or algorithm == "FP8_PB_WO":  # x stays as it is, whatever was calibrated
         unread = (f"{name}.input_scale",)

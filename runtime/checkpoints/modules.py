@@ -113,19 +113,6 @@ def kv_scales(stored: Headers, found: Plan) -> set[str]:
     return names
 
 
-def check_reach(full: str, factor: torch.Tensor, meaning: str, found: Plan) -> None:
-    """Tell of a tensor scale of NVFP4 by which weights may be larger than those of any model.
-
-    The largest block of a weight has the largest scale and code: its magnitude is `factor` times both.
-    """
-    if bool((factor > 1).any()):
-        reach = float(factor.double().max()) * 6 * 448
-        found.notices.append(
-            f"`{full}` {meaning}, as its format says, and weights reach {reach:.3g}; ModelOpt stores the factor and "
-            "compressed-tensors its reciprocal: was the other tool the writer?"
-        )
-
-
 def fits(
     scheme: str, params: Mapping[str, Any], layout: str, tensor: str, stored: Mapping[str, torch.Tensor], n: int, k: int
 ) -> bool:
