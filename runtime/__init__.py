@@ -21,7 +21,8 @@ Environment:
 from qdsl.artifact import Artifact, open_artifact
 from qdsl.runtime.checkpoint import load_quantized
 from qdsl.runtime.experts import QuantExperts
+from qdsl.runtime.fused import QuantFused
 from qdsl.runtime.linear import QuantLinear
 from qdsl.runtime.stack import QuantStack
 
-__all__ = ["Artifact", "QuantExperts", "QuantLinear", "QuantStack", "load_quantized", "open_artifact"]
+__all__ = ["Artifact", "QuantExperts", "QuantFused", "QuantLinear", "QuantStack", "load_quantized", "open_artifact"]

@@ -18,6 +18,7 @@ from torch import nn
 from qdsl.diagnostic import CheckpointError, Error
 from qdsl.runtime.examination import Examination, examine, refuse, role, where, wish
 from qdsl.runtime.experts import ListedExperts, QuantExperts, StackedExperts
+from qdsl.runtime.fused import QuantFused
 from qdsl.runtime.linear import QuantLinear
 from qdsl.runtime.parallel import Joint, meets
 from qdsl.runtime.resolve import resolved
@@ -26,6 +27,8 @@ from qdsl.runtime.stack import QuantStack
 from qdsl.runtime.stored import Renamed, Stored, Unstacked, some
 from qdsl.runtime.weight import quantized
 from qdsl.scheme import Scheme
+
+Layer = QuantLinear | QuantFused | QuantExperts  # what stands in a module's place
 
 
 def load_quantized(
@@ -82,7 +85,8 @@ def load_quantized(
         if isinstance(linear, nn.Linear):
             linear.in_features, linear.out_features = part.k, part.n
             linear.bias = linear.bias if part.has_bias else None
-        Joint(part).join(linear)
+        if part.world > 1:
+            Joint(part).join(linear)
     return model
 
 
@@ -90,7 +94,7 @@ def load_quantized(
 def empty_layers(
     model: nn.Module, directory: Path, found: Examination, device: torch.device | str | None,
     dtype: torch.dtype | None, options: Mapping[str, Any],
-) -> dict[str, QuantLinear | QuantExperts]:  # fmt: skip
+) -> dict[str, Layer]:  # fmt: skip
     """Layers without numbers for every module that is replaced, made beside the model; raises CheckpointError with all that
     is wrong.  `options` are those of QuantLinear's constructor."""
     layers, problems = {}, []
@@ -106,7 +110,7 @@ def empty_layers(
 def empty_layer(
     name: str, old: nn.Module, found: Examination, device: torch.device | str | None, dtype: torch.dtype | None,
     options: Mapping[str, Any],
-) -> QuantLinear | QuantExperts:  # fmt: skip
+) -> Layer:  # fmt: skip
     """A layer without numbers for a module, or for a rank's part of it; raises what the layer's constructor does."""
     place, wanted = _home(_like(old), device, dtype)
 
@@ -122,6 +126,9 @@ def empty_layer(
 
     if name not in found.stacks:
         assert isinstance(old, nn.Linear), "plans name linears of the model, and experts"
+        if name in found.fused.joined:
+            own = {part: found.fused.modules[part] for part in found.fused.joined[name]}
+            return QuantFused({p.rpartition(".")[2]: made(QuantLinear, p, one.n, one.k) for p, one in own.items()})
         return made(QuantLinear, name, old.out_features, old.in_features)
     stacks = {p.name: made(QuantStack, p.modules[0], p.one.n, p.one.k, len(p.modules)) for p in found.stacks[name]}
     if isinstance(old, nn.ModuleList):
@@ -134,13 +141,15 @@ def _like(old: nn.Module) -> torch.Tensor:
     return next(old.parameters())
 
 
-def filled(
-    layer: QuantLinear | QuantExperts, name: str, found: Examination, dtype: torch.dtype
-) -> QuantLinear | QuantExperts:
+def filled(layer: Layer, name: str, found: Examination, dtype: torch.dtype) -> Layer:
     """The layer, which now has the numbers of a module; `dtype` is the type of its activations."""
     choices, files = found.plan.choices, found.files
     if isinstance(layer, QuantLinear):
         _give(layer, name, found, files, dtype)
+        return layer
+    if isinstance(layer, QuantFused):
+        for own, part in zip(layer.projections.values(), found.fused.joined[name], strict=True):
+            _give(own, part, found, files, dtype)
         return layer
     for p in found.stacks[name]:
         stack = layer.projections[p.name]
@@ -233,7 +242,7 @@ def _home(
 
 
 def _install(
-    model: nn.Module, layers: Mapping[str, QuantLinear | QuantExperts], dense: Mapping[str, tuple[torch.Tensor, str]],
+    model: nn.Module, layers: Mapping[str, Layer], dense: Mapping[str, tuple[torch.Tensor, str]],
     values: Mapping[str, torch.Tensor], device: torch.device | str | None,
 ) -> None:  # fmt: skip
     """Change the model, at last."""

@@ -22,11 +22,14 @@ from qdsl.runtime import repack
 from qdsl.runtime.buffer import stored_shape, torch_type
 from qdsl.runtime.checkpoints import FORMATS, Choice, Module, Plan, unquantized
 from qdsl.runtime.checkpoints import experts as of_experts
+from qdsl.runtime.checkpoints import fused as of_fused
 from qdsl.runtime.checkpoints.experts import Projection, Stacks, spellings
+from qdsl.runtime.checkpoints.fused import Arrangement, arranged
 from qdsl.runtime.checkpoints.unquantized import Wish
 from qdsl.runtime.experts import lists_of, stacks_of
 from qdsl.runtime.parallel import Parts, parts_of
 from qdsl.runtime.resolve import check_layer, free_names, kept_tensors, misfits, resolved
+from qdsl.runtime.shard import rows_of
 from qdsl.runtime.state import Tag
 from qdsl.runtime.stored import Renamed, Stored, Unstacked, opened, opened_floats, some
 from qdsl.scheme import Scheme, Tensor
@@ -73,11 +76,13 @@ class Examination:
     plan      what its format makes of the quantized modules; those of one expert go by the checkpoint's names
     experts   the model's 3-D parameters of experts, by name: what they are, and how they are stored
     stacks    the experts that are replaced, by name: their projections
+    fused     which linears are stored as several, or as rows of a larger one
     quantized the modules of the model that are replaced
     dense     every parameter and persistent buffer that stays: its first name -> (the tensor, the stored one's name)
     problems  that forbid loading, each with the file it is about before it
     notices   for the user
-    parts     of a sharded model: what the rank has of every linear that is split, and the parameters of its scheme
+    parts     of linears of which not all that is stored is read, because a rank has a part or they are rows of a larger one:
+              which part, and the parameters of its scheme
     """
 
     method: str
@@ -85,6 +90,7 @@ class Examination:
     plan: Plan
     experts: Stacks
     stacks: dict[str, tuple[Projection, ...]]
+    fused: Arrangement
     quantized: tuple[str, ...]
     files: Stored
     dense: dict[str, tuple[torch.Tensor, str]]
@@ -117,25 +123,31 @@ def examine(
         {name: p.one for projections in each for p in projections for name in p.modules}
         for each in (lists.values(), (stored.projections for _, stored in experts.values()))
     )
-    modules = {**own, **of_lists, **of_one}
+    fused = arranged({n: m for n, m in own.items() if n not in of_lists}, files.headers, getattr(model, "config", None))
+    single = {**fused.modules, **{name: own[name] for name in own if name in of_lists}}
+    modules = {**single, **of_lists, **of_one}
     try:
         if asked is not None:
-            plan = unquantized.plan(asked, own, _weights(model, files.headers), files.headers, phase)
+            weights = {**{name: f"{name}.weight" for name in single}, **_weights(model, files.headers)}
+            plan = unquantized.plan(asked, single, weights, files.headers, phase)
         else:
             plan = FORMATS[method](config, modules, files.headers, files.__getitem__)
     except CheckpointError as problem:  # a setting of the wrong type, or a file that can't be read after all
         raise CheckpointError(f"{directory} can't be loaded:\n- {source}: {problem}") from None
     stacks, apart = of_experts.quantized(experts, plan, files.headers)
     stacks |= {name: projections for name, projections in lists.items() if of_experts.alike(projections, plan)}
-    plan.problems += [*unknown.values(), *apart]
+    made, mixed = of_fused.floats(fused, plan, files.headers)
+    plan.dense |= made
+    plan.problems += [*unknown.values(), *apart, *fused.problems, *([] if plan.problems else mixed)]
     stacked = {name for projections in stacks.values() for p in projections for name in p.modules}
-    quantized = (*(name for name in own if name in plan.choices and name not in stacked), *stacks)
+    layers = (n for n in own if n not in stacked and all(each in plan.choices for each in fused.stored(n)))
+    quantized = (*layers, *stacks)
     problems = [_placed(problem, source, files) for problem in plan.problems]
     dense = _dense(model, quantized, files.headers)
     if (
         not problems or plan.choices
     ):  # of a format that we do not read, that its tensors have no place says nothing more
-        refused = (*_refused(plan, modules), *of_experts.refused(plan, experts, unknown))
+        refused = (*_refused(plan, (*modules, *fused.joined)), *of_experts.refused(plan, experts, unknown))
         dense = {name: entry for name, entry in dense.items() if not name.startswith(refused)}
         taken = {name for choice in plan.choices.values() for name in (*choice.tensors, *choice.unread)}
         taken |= plan.skipped | {source for _, source in dense.values()}
@@ -148,13 +160,23 @@ def examine(
             ]
     if phase and not any(resolved(c.scheme, c.params, None).phases for c in plan.choices.values()):
         problems.append(f"no layer of it has phases, and phase = {phase!r} was asked for")
+    large = [] if problems else _too_large(plan, modules, files)
     parts: Parts = {}
+    for name, (larger, rows) in () if problems else fused.rows.items():
+        if larger in plan.choices:
+            plan.choices[name] = plan.choices[larger]
+            try:
+                parts[name] = rows_of(plan.choices[name], rows, modules[larger].n, modules[larger].k)
+            except Error as problem:
+                problems.append(f"{where(plan.choices[name], files)}: `{name}` is stored in `{larger}`: {problem}")
     if shard is not None and not problems:
-        parts, problems = parts_of(model, plan.choices, (*experts, *stacks), phase, shard, tp_plan)
+        whole = (*fused.joined, *fused.rows)
+        split, problems = parts_of(model, plan.choices, (*experts, *stacks), whole, phase, shard, tp_plan)
+        parts |= split
     problems = of_experts.together([of_experts.as_stored(problem, experts) for problem in problems])
     notices = [of_experts.as_stored(notice, experts) for notice in _notices(plan)]
-    notices += [] if problems else _too_large(plan, modules, files)
-    return Examination(method, source, plan, experts, stacks, quantized, files, dense, problems, notices, parts)
+    notices += large
+    return Examination(method, source, plan, experts, stacks, fused, quantized, files, dense, problems, notices, parts)
 
 
 def _notices(plan: Plan) -> list[str]:

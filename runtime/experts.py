@@ -16,6 +16,7 @@ from torch import nn
 
 from qdsl.runtime.checkpoints import Headers, Module
 from qdsl.runtime.checkpoints.experts import Experts, Names, Projection, StoredExperts, saved_stacks
+from qdsl.runtime.fused import QuantFused
 from qdsl.runtime.linear import QuantLinear
 from qdsl.runtime.stack import QuantStack
 
@@ -85,7 +86,7 @@ def lists_of(model: nn.Module, stored: Headers) -> dict[str, tuple[Projection, .
     return found
 
 
-def parts_of(layer: QuantLinear | QuantExperts) -> dict[str, QuantLinear | QuantStack]:
+def parts_of(layer: QuantLinear | QuantFused | QuantExperts) -> dict[str, QuantLinear | QuantStack]:
     """The modules that hold a layer's tensors, by what stands before the names of these within the layer."""
     if isinstance(layer, QuantLinear):
         return {"": layer}

@@ -105,6 +105,9 @@ def inspect(directory: str | Path, model: nn.Module | None = None) -> Inspection
                 if not own.endswith("_bias"):
                     one = experts.projection(own, name)
                     rows.append(_row(f"{name}.{own}", one, f"{name}.{own}", experts.count, found))
+        elif name in found.fused.joined and name in found.quantized:
+            for part in found.fused.joined[name]:
+                rows.append(_row(f"{name}.{part.rpartition('.')[2]}", found.fused.modules[part], part, 0, found))
         elif isinstance(m, nn.Linear) and name not in listed:
             rows.append(_row(name, Module(m.out_features, m.in_features, m.bias is not None), name, 0, found))
     return Inspection(
@@ -155,6 +158,8 @@ def _row(name: str, module: Module, planned: str, experts: int, found: Examinati
 def _dense(name: str, planned: str, found: Examination) -> str:
     """How a module is stored that is not quantized."""
     made = found.plan.dense.get(planned)
+    if (rows := found.plan.dense.get(f"{planned}.weight")) is not None:
+        return f"stored as {str(rows.header.dtype).removeprefix('torch.')}, in {', '.join(rows.sources)}"
     header = found.files.headers.get(f"{planned}.weight", found.files.headers.get(planned))
     header = made.header if made is not None else header
     if header is None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,12 +89,14 @@ Parts = dict[str, tuple[Part, Mapping[str, Any]]]  # by module: the rank's part,
 
 
 def parts_of(
-    model: nn.Module, choices: Mapping[str, Choice], experts: Iterable[str], phase: str, shard: tuple[int, int],
+    model: nn.Module, choices: Mapping[str, Choice], experts: Iterable[str], whole: Collection[str], phase: str,
+    shard: tuple[int, int],
     plan: Mapping[str, str] | None,
 ) -> tuple[Parts, list[str]]:  # fmt: skip
     """What a rank has of every linear that is split, and what keeps them from being split.
 
     experts   modules that hold the experts of a layer, which are not split
+    whole     linears that can't be split
     """
     parts: Parts = {}
     problems: list[str] = []
@@ -107,10 +109,8 @@ def parts_of(
         linear, choice = model.get_submodule(name), choices.get(name)
         n, k = linear.out_features, linear.in_features
         try:
-            if choice is not None and choice.tag is not None:
-                raise Error(
-                    "it is saved for kernels as a whole; load a part of the checkpoint that it was converted from"
-                )
+            if name in whole:
+                raise Error("its rows are stored under other names, and of such a layer no part can be loaded")
             if choice is not None:
                 parts[name] = quantized_part(choice, phase, style, *shard, n, k)
             elif uses[id(linear.weight)] > 1:

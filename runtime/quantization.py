@@ -50,6 +50,10 @@ def quantize(
     storage, shipped = _storage(asked.scheme, layout)
     found = examine(model, checkpoint, asked=asked)
     refuse(checkpoint, [*found.problems, *found.notices])  # no configuration says that experts are left out
+    if other := [*found.fused.joined, *found.fused.rows]:
+        refuse(
+            checkpoint, [f"`{other[0]}` of the model is stored in other linears, and what is written has their names"]
+        )
     choices = found.plan.choices
     modules = linears(model)
     said = written(shipped, storage.name, [name for name in modules if name not in choices])

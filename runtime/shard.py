@@ -13,7 +13,7 @@ features, and a layer of whole groups needs no new scheme. x is 0 there, and so 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -81,20 +81,15 @@ def quantized_part(
     choice: Choice, phase: str, style: str, rank: int, world: int, n: int, k: int
 ) -> tuple[Part, dict[str, Any]]:
     """A rank's part of a quantized layer, and the parameters of its scheme; raises Error where it can't be split."""
+    if choice.tag is not None:
+        raise Error("it is saved for kernels as a whole; load a part of the checkpoint that it was converted from")
     whole, params = resolved(choice.scheme, choice.params, None), choice.params
     active = whole.activation(phase if whole.phases else "")
     tensors = (*whole.weight.tensors, *(active.operand.tensors if active else ()))
-    units = {
-        axis: math.lcm(
-            *(i.size for t in tensors for i in t.index if isinstance(i, Group) and i.axis == axis and i.size)
-        )
-        for axis in "nk"
-    }
+    units = {axis: _unit(tensors, axis) for axis in "nk"}
     part = part_of(style, rank, world, n, k, units["n"], units["k"])
     if style in COLUMNS:
-        if whole.output.half:
-            raise Error(f"{whole.bound} folds {whole.output.half[1]} features into one, so its rows can't be split")
-        check_layer(whole, part.k, part.n, choice.bias, "")
+        _check_rows(whole, part, choice.bias)
         return part, dict(params)
     if active and active.transforms:
         raise Error(f"{whole.bound} transforms x before it is quantized, so its inputs can't be split ({style})")
@@ -109,6 +104,30 @@ def quantized_part(
     params = _with_groups(choice.scheme, whole, params, k, part.k)
     check_layer(resolved(choice.scheme, params, None), part.k, part.n, choice.bias and part.has_bias, "")
     return part, params
+
+
+def rows_of(choice: Choice, rows: slice, n: int, k: int) -> tuple[Part, dict[str, Any]]:
+    """Some rows of a quantized layer, as a part of it, and the parameters of its scheme; raises Error where there is no
+    layer of these rows."""
+    if choice.tag is not None:
+        raise Error("it is saved for kernels as a whole")
+    whole = resolved(choice.scheme, choice.params, None)
+    part, unit = Part("colwise", 0, 1, rows, slice(0, k), 0, (n, k)), _unit(whole.weight.tensors, "n")
+    if rows.start % unit:
+        raise Error(f"its rows begin at {rows.start}, inside of a block of {unit}")
+    _check_rows(whole, part, choice.bias)
+    return part, dict(choice.params)
+
+
+def _unit(tensors: Iterable[Tensor], axis: str) -> int:
+    """Of how many rows or columns a part begins at a multiple, so that its first group or block is whole."""
+    return math.lcm(*(i.size for t in tensors for i in t.index if isinstance(i, Group) and i.axis == axis and i.size))
+
+
+def _check_rows(whole: Scheme, part: Part, bias: bool) -> None:
+    if whole.output.half:
+        raise Error(f"{whole.bound} folds {whole.output.half[1]} features into one, so its rows can't be split")
+    check_layer(whole, part.k, part.n, bias, "")
 
 
 def _sums(scheme: Scheme) -> bool:

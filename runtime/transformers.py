@@ -33,8 +33,9 @@ from qdsl.diagnostic import CheckpointError, Error
 from qdsl.runtime.checkpoint import empty_layer, empty_layers, filled, progress, put
 from qdsl.runtime.checkpoints import converted
 from qdsl.runtime.checkpoints.experts import spellings
-from qdsl.runtime.examination import examine, refuse, wish
+from qdsl.runtime.examination import Examination, examine, refuse, wish
 from qdsl.runtime.experts import QuantExperts, parts_of
+from qdsl.runtime.fused import QuantFused
 from qdsl.runtime.linear import QuantLinear
 from qdsl.runtime.stored import weights_file
 from qdsl.scheme import Scheme
@@ -127,7 +128,7 @@ class QdslQuantizer(HfQuantizer):
             self.found = examine(model, self.directory, config.phase, config.settings, asked)
         for notice in self.found.notices:
             warnings.warn(f"{self.directory}: {notice}", stacklevel=2)
-        refuse(self.directory, self.found.problems)
+        refuse(self.directory, [*self.found.problems, *_rearranged(self.found)])
         layers = empty_layers(model, self.directory, self.found, torch.device("meta"), None, config.options)
         self.replaced = {name: model.get_submodule(name) for name in layers}
         for name, layer in layers.items():
@@ -135,6 +136,7 @@ class QdslQuantizer(HfQuantizer):
         for name in [n for n in model.all_tied_weights_keys if n.rpartition(".")[0] in layers]:
             del model.all_tied_weights_keys[name]  # a head that is stored quantized is not tied
         around = {spelling for name in layers for spelling in spellings(name)}
+        around |= {stored for name in layers for stored in self.found.fused.stored(name)}
         ours = [*(rf"^{re.escape(name)}\." for name in around), *(f"^{re.escape(n)}$" for n in self.found.plan.skipped)]
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ours}
 
@@ -192,8 +194,19 @@ class Room(nn.Module):
         self.register_buffer("room", torch.empty(size, dtype=torch.uint8, device="meta"), persistent=False)
 
 
-def _layers(model: nn.Module) -> dict[str, QuantLinear | QuantExperts]:
-    return {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear | QuantExperts)}
+def _layers(model: nn.Module) -> dict[str, QuantLinear | QuantFused | QuantExperts]:
+    found = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear | QuantFused | QuantExperts)}
+    return {name: m for name, m in found.items() if name.rpartition(".")[0] not in found}
+
+
+def _rearranged(found: Examination) -> list[str]:
+    """Linears that are not quantized, and which transformers looks for under the model's names."""
+    names = (name for name in (*found.fused.joined, *found.fused.rows) if name not in found.quantized)
+    return [
+        f"`{name}` is stored as {', '.join(f'`{each}`' for each in found.fused.stored(name))} and is not quantized; "
+        "load_quantized reads it, and so does from_pretrained after `qdsl convert`"
+        for name in names
+    ]
 
 
 @contextmanager

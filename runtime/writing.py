@@ -129,7 +129,9 @@ def _sizes(model: nn.Module, found: Examination) -> dict[str, int]:
     for name in model.state_dict():
         module = next((m for m in _around(name) if m in replaced), None)
         if module is not None:
-            members = [one for p in found.stacks.get(module, ()) for one in p.modules] or [module]
+            members = [one for p in found.stacks.get(module, ()) for one in p.modules] or found.fused.joined.get(
+                module, [module]
+            )
             sizes[module] = sum(headers[full].nbytes for one in members for full in found.plan.choices[one].tensors)
         elif name in found.dense:
             sizes[name] = headers[found.dense[name][1]].nbytes

@@ -13,15 +13,11 @@ import torch
 
 from qdsl.runtime import repack
 from qdsl.runtime.checkpoints import Headers, Module, Plan
+from qdsl.runtime.checkpoints.fused import FUSED
 from qdsl.runtime.resolve import resolved
 
 FLOATS = {torch.float16: "f16", torch.bfloat16: "bf16", torch.float32: "f32"}
 FP8 = {torch.float8_e4m3fn: "e4m3", torch.float8_e5m2: "e5m2"}
-# Parts of a linear under one name that some models and configurations use for all of them.
-_FUSED = {
-    "q_proj": "qkv_proj", "k_proj": "qkv_proj", "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj", "up_proj": "gate_up_proj",
-}  # fmt: skip
 # As vLLM knows them; the scale of a projection's output is that of the cache it is written to.
 _CACHE = re.compile(
     r"(^|\.)((self_attn|attn|attention|k_proj|v_proj|qkv_proj)\.((k|v|q|kv)_(scale|zero_point)|output_scale)"
@@ -32,7 +28,7 @@ _CACHE = re.compile(
 def spellings(name: str) -> tuple[str, ...]:
     """The names by which a configuration may mean a module: its own, and that of the fused one it is part of."""
     parent, dot, last = name.rpartition(".")
-    return (name, f"{parent}{dot}{_FUSED[last]}") if last in _FUSED else (name,)
+    return (name, f"{parent}{dot}{FUSED[last]}") if last in FUSED else (name,)
 
 
 def listed(name: str, entries: Iterable[str]) -> bool:
