@@ -48,6 +48,7 @@ class MainLoop:
     parts: int = 1  # of the features, if the output has one for each of several
     activation: str | None = None  # the codes that x is quantized to, which are multiplied instead of x
     token_scale: str | None = None  # their grouped scale's name
+    corrected: bool = False  # what a token's codes are off by is taken off its sums
 
     @property
     def grouped(self) -> tuple[str, ...]:
@@ -70,7 +71,7 @@ class MainLoop:
         core += f" {'-' if self.subtract else '+'} {self.offset}" if self.offset else ""
         if self.activation:
             scaled = f"{self.activation} * {self.token_scale}" if self.token_scale else self.activation
-            about = f", groups of {self.group} along k" if self.group else ""
+            about = f", groups of {self.group} along k" if self.group else ", sums corrected" if self.corrected else ""
             return f"tensor cores: {scaled} by {core}{about}"
         about = ["one group along k" if self.group is None else f"groups of {self.group} along k"]
         about += [str(self.order)] if self.order else []
@@ -271,6 +272,8 @@ def _max_k(scheme: Scheme, weight: Split, activation: Split) -> int | None:
         return None
     # Kernels multiply codes of 4 bits as if they were of 8.
     largest = max(weight.range.size, 128) * max(activation.range.size, 128)
+    if activation.correction is not None:  # whose own product is added
+        largest *= 2
     return int(accumulate.max // max(1, largest)) if not weight.groups and not activation.groups else None
 
 
@@ -321,7 +324,8 @@ def _byte_loop(scheme: Scheme, weight: Split, activation: Split, target: Target)
     for all of k, their factors."""
     operand, code = scheme.compute.operand, scheme.code
     (name,) = names(activation.core) if isinstance(activation.core, Ref) else ("",)
-    rest, multiplied = (weight.fold, weight.correction, activation.fold, activation.correction), in_bytes(operand)
+    rest, multiplied = (weight.fold, weight.correction, activation.fold), in_bytes(operand)
+    corrected = activation.correction is not None
     if (
         multiplied.name not in target.byte_fragments
         or any(e is not None for e in rest)
@@ -333,13 +337,15 @@ def _byte_loop(scheme: Scheme, weight: Split, activation: Split, target: Target)
     widened = multiplied.name in ("i8", "e4m3") and code.dtype == dtype("i4")
     if (code.dtype != operand and not widened) or scheme.output.half:
         return None
+    if corrected and not (multiplied == dtype("i8") and _of_tokens(activation.correction, scheme)):
+        return None
     scales = (weight.promote, activation.promote)
     if any(e is not None and not isinstance(e, Ref) for e in scales):
         return None
     scale, of_tokens = (e.name if isinstance(e, Ref) else None for e in scales)
     sizes = {*weight.groups, *activation.groups}
     group = next(iter(sizes), None)
-    if len(sizes) > 1 or (group and group % 128):  # whole k tiles
+    if len(sizes) > 1 or (group and (group % 128 or corrected)):  # whole k tiles
         return None
     held = {scale: ("f32", "f16", "bf16", "e8m0"), of_tokens: ("f32", "e8m0")}
     for tensor in (scheme.tensor(n) for n in held if n):
@@ -349,7 +355,13 @@ def _byte_loop(scheme: Scheme, weight: Split, activation: Split, target: Target)
         return None
     if of_tokens and scheme.tensor(of_tokens).index[0] != Var("m"):
         return None
-    return MainLoop(code.name, scale, None, 0, group, activation=name, token_scale=of_tokens)
+    return MainLoop(code.name, scale, None, 0, group, activation=name, token_scale=of_tokens, corrected=corrected)
+
+
+def _of_tokens(e: Expr, scheme: Scheme) -> bool:
+    """Whether it is a whole number for every token, or one for all."""
+    tensors = [scheme.tensor(name) for name in names(e)]
+    return all(t.dtype.is_integer and t.index in ((), (Var("m"),)) for t in tensors)
 
 
 def in_bytes(operand: DType) -> DType:

@@ -33,6 +33,8 @@ SCHEMES = {
     "static": qdsl.load("fp8_static"),
     "w4a8-groups": qdsl.load("w4a8_group", group=128),
     "w4a8-fp8": qdsl.load("w4a8_fp8"),
+    "zero-point": qdsl.load("w8a8_static"),
+    "zero-points": qdsl.load("w8a8_dynamic_asym"),
     "w4a4": qdsl.load("w4a4"),
     "flatquant": qdsl.load("w4a4_flatquant"),
 }
@@ -53,9 +55,10 @@ def run(scheme: Scheme, names, shapes, folder: Path) -> dict[str, float]:
         )
         expected = reference.linear(scheme, x.double().numpy(), patterns, n, kept=planned.kept)
         given = {"x": x, "y": torch.empty(m, n, dtype=x.dtype)}
-        t, a = (scheme.tensor(name).held_shape({"e": 1, "m": m, "n": n, "k": k}, scheme) for name in "ta")
-        kind = torch.uint8 if scheme.tensor("t").dtype.bits == 8 else torch.float32
-        given |= {"t": torch.full(t or (1,), 255, dtype=kind), "a": torch.empty(a, dtype=torch.uint8)}
+        sizes = {"e": 1, "m": m, "n": n, "k": k}
+        for t in scheme.activation().operand.tensors:
+            kind = torch.uint8 if t.dtype.bits == 8 or t.role == "code" else torch.float32
+            given |= {t.name: torch.full(t.held_shape(sizes, scheme) or (1,), 255, dtype=kind)}
         given |= {
             name: torch.full((m, k), torch.nan)
             for v in planned.variants[:1]
@@ -97,6 +100,6 @@ def test_many_tokens(name, tmp_path):
 
 
 def test_what_is_no_product_of_codes_alone_stays_portable():
-    for name in ("w8a8_static", "nvfp4", "mxfp8a8"):
+    for name in ("w4a8", "nvfp4", "mxfp8a8"):
         assert plan(qdsl.load(name), target("cuda", "sm_90a")).main_loop is None
     assert plan(qdsl.load("w8a8_dynamic"), target("cuda", "sm_89")).main_loop is None

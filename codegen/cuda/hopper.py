@@ -26,7 +26,7 @@ from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
-from qdsl.codegen.cuda import mma, overlap, ring, store
+from qdsl.codegen.cuda import mma, overlap, ring, store, wgmma_bytes
 from qdsl.codegen.cuda.builder import assign, ceildiv, ptx, register, when
 from qdsl.codegen.cuda.host import MULTIPROCESSORS
 from qdsl.codegen.cuda.kernel import Cut, Kernel
@@ -65,6 +65,8 @@ def lower(
         with T.attr({"tirx.launch_bounds_min_blocks_per_sm": tile.resident}):
             k, ctas = _enter(weight, tile, own, sms, parts)
             stages = Ring(k, _barriers(weight, tile))
+            if weight.ones:
+                wgmma_bytes.store_ones(k)
             with when(k.thread == tile.consumers):
                 ring.fetch(maps)
             stages.initialize()
@@ -105,6 +107,8 @@ def lower(
                     with walk.each() as part:
                         direct = tile.finish(part, epilogue, others) if tile.direct else None
                         summed = consumer.multiply(*_stages_of(part))
+                        if epilogue.correct:
+                            consumer.correct(part, lambda m: epilogue.correction(m, others))
                         _store(part, consumer.acc, summed, epilogue, others, own["y"], direct)
     return builder.get()
 

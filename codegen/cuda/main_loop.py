@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tvm import tirx
+from tvm.tirx.script import builder as T
 
 from qdsl.codegen import portable
 from qdsl.codegen.cuda import inputs, mma
@@ -55,6 +56,7 @@ def weight_of(scheme: Scheme, loop: MainLoop) -> Weight | ByteWeight:
             loaded(loop.scale),
             Shared(place.features, place.inputs and place.inputs // 2) if place else None,
             loaded(loop.token_scale),
+            loop.corrected,
         )
     compute, code = storage(scheme.compute.operand), scheme.code.dtype
     index = dtype(f"u{code.bits}") if loop.table else code
@@ -102,8 +104,12 @@ def _epilogue(plan: Plan) -> Epilogue:
 
         return as_float(translate(plan.scheme.output.value, look))
 
+    def correct(m: tirx.Expr, load: Load) -> tirx.Expr:
+        return translate(plan.activation.correction, lambda e: load(e.name, m, T.int64(0)))
+
     tensors = map(plan.scheme.tensor, epilogue_tensors(plan.scheme, plan.main_loop))
-    return Epilogue(finish, load, {t.name: "".join(sorted(map(_axis, t.index))) for t in tensors})
+    axes = {t.name: "".join(sorted(map(_axis, t.index))) for t in tensors}
+    return Epilogue(finish, load, axes, correct if plan.main_loop.corrected else None)
 
 
 def _axis(i: Index) -> str:

@@ -25,14 +25,21 @@ class Epilogue:
     finish  (a sum for each part of the weight's features, m, the weight's feature of each, load) -> y[m, the first feature]
     load    (extra buffers, a tensor's name, m, the weight's feature) -> its number
     axes    what a tensor has numbers for, by name: every token "m", feature "n", both "mn"
+    correct (m, load) -> the whole number of which a token's sums lack so many times the sum of the feature's codes
     """
 
     finish: Callable[[Sequence[tirx.Expr], tirx.Expr, Sequence[tirx.Expr], Load], tirx.Expr]
     load: Callable[[Mapping[str, tirx.Buffer], str, tirx.Expr, tirx.Expr], tirx.Expr]
     axes: Mapping[str, str] = field(default_factory=dict)
+    correct: Callable[[tirx.Expr, Load], tirx.Expr] | None = None
 
     def __call__(self, sums, m, features, buffers) -> tirx.Expr:
         return self.finish(sums, m, features, lambda name, m, n: self.load(buffers, name, m, n))
+
+    def correction(self, m, buffers) -> tirx.Expr:
+        """`correct` of a token."""
+        assert self.correct is not None
+        return self.correct(m, lambda name, m, n: self.load(buffers, name, m, n))
 
 
 SUM = Epilogue(lambda sums, m, features, load: sums[0], lambda buffers, name, m, n: buffers[name][m, n])

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from qdsl.codegen.cuda.builder import assign, ptx, settled
+from qdsl.codegen.cuda.builder import assign, ptx, register, settled, when, wide
 from qdsl.codegen.cuda.correct import floats, load_groups
 from qdsl.codegen.cuda.decode import HALVES, Half
 from qdsl.codegen.cuda.kernel import Kernel
@@ -50,6 +50,7 @@ class ByteWeight:
     scale        type of the weight's scales of groups
     shared       which weights share one, if not those of one feature
     token_scale  type of the scales of x of groups
+    corrected    sums of codes are needed as well, for tokens whose codes are off by a number
     """
 
     operand: DType
@@ -59,6 +60,7 @@ class ByteWeight:
     scale: str | None = None
     shared: Shared | None = None
     token_scale: str | None = None
+    corrected: bool = False
 
     unit = 2
     x_type, staged_x = "uint8", "uint16"
@@ -134,11 +136,25 @@ class ByteWeight:
         one = sign >> T.uint32(3)
         return (((nibble & T.uint32(0x07070707)) ^ (sign - one)) + one) | sign << T.uint32(4)
 
+    @property
+    def ones(self) -> bool:
+        """Whether shared memory has eight tokens whose codes are all 1, behind the barriers."""
+        return self.corrected
+
     def table_bytes(self, pairs: bool) -> int:
-        return 0
+        return MATRIX if self.ones else 0
 
     def place(self, role: str) -> Shared | None:
         return self.shared
+
+
+def store_ones(k: Kernel) -> None:
+    """A matrix of 8 rows by 16 bytes, all 1; whoever reads it has met all threads before."""
+    place = k.table_start // 4
+    ones = k.shared((place + MATRIX // 4,), "uint32")
+    with when(k.thread < MATRIX // 4):
+        T.buffer_store(ones, T.uint32(0x01010101), [place + k.thread])
+    ptx("fence.proxy.async.shared::cta")
 
 
 class Consumer(Warpgroup):
@@ -168,6 +184,7 @@ class Consumer(Warpgroup):
         # The sums of 256 tokens leave registers for the fragments of one batch only.
         self.sets = 1 if weight.promoted and tile.blocks * tile.tokens > WIDEST else 2
         super().__init__(k, stages)
+        self.totals = T.alloc_local([4 * tile.blocks], "uint32") if weight.ones else None  # of codes, by feature
         if not weight.promoted:
             self.sums = self.acc
         else:
@@ -238,6 +255,25 @@ class Consumer(Warpgroup):
     def issue(self, j: int, f: int, add) -> None:
         for first in range(0, self.tile.tokens, self.tokens):
             self._multiply(self.acc, (f * self.tile.tokens + first) // 2, j, f, first, add)
+        if self.totals is not None:
+            codes = self.fragment(j, f) if self.from_registers else [self._codes(j, f)]
+            # One matrix of ones is all there is of eight tokens, of any number of inputs.
+            ones = self._descriptor(self.base[0] + T.uint32(self.k.table_start // 16), T.uint32(0))
+            totals = (self.totals[4 * f + r] for r in range(4))
+            ptx("wgmma.mma_async.sync.aligned.m64n8k32.s32.s8.s8", *totals, *codes, ones, add)
+
+    def correct(self, k: Kernel, correction) -> None:
+        """acc += a token's correction times the sum of a feature's codes."""
+        assert self.totals is not None
+        settled(self.totals[r] for r in range(4 * self.tile.blocks))
+        for i in range(self.tile.tokens // 8):
+            for p in range(2):
+                m = tirx.min(k.m0 + 8 * i + k.lane % 4 * 2 + p, k.M - 1)
+                off = register("uint32", T.reinterpret("uint32", T.cast(correction(wide(m)), "int32")))[0]
+                for f in range(self.tile.blocks):
+                    for h in range(2):
+                        at = f * self.width + 4 * i + 2 * h + p
+                        assign(self.acc, at, self.acc[at] + off * self.totals[4 * f + 2 * h])
 
     def _multiply(self, sums, at: int, j: int, f: int, first: int, add) -> None:
         """Registers `at` .. of sums = block f by tokens first .. at times j, added to what they hold if `add`."""
