@@ -154,10 +154,13 @@ def decode_weight(scheme: Scheme, patterns: Patterns, n: int, k: int) -> np.ndar
     return value[:, 0] if scheme.experts else value[0, 0]
 
 
-def quantize(scheme: Scheme, weight: np.ndarray, index: Patterns | None = None) -> dict[str, np.ndarray]:
+def quantize(
+    scheme: Scheme, weight: np.ndarray, index: Patterns | None = None, stored: DType | None = None
+) -> dict[str, np.ndarray]:
     """Bit patterns of every weight tensor, made from a float weight [n, k] by the scheme's `quantize` block.
 
-    `index` gives the index tensors of act-order schemes; the default is k // group.
+    index    the index tensors of act-order schemes; the default is k // group
+    stored   of what format `weight` holds bit patterns; by default it holds numbers
     """
     if not scheme.quantize:
         raise ValueError(f"{scheme.name} has no quantize block")
@@ -170,22 +173,25 @@ def quantize(scheme: Scheme, weight: np.ndarray, index: Patterns | None = None) 
             size = tensor.extent.size if isinstance(tensor.extent, Group) else None
             result[tensor.name] = (np.arange(sizes["k"]) // (size or sizes["k"])).astype(np.uint32)
     for name, value in scheme.quantize:
-        result[name] = _Quantizer(scheme, w, sizes, dict(result)).tensor(scheme.tensor(name), value)
+        result[name] = _Quantizer(scheme, w, stored, sizes, dict(result)).tensor(scheme.tensor(name), value)
     return result
 
 
 _BAND = 1 << 16  # elements quantized at a time: the float64 temporaries of a band stay in a core's cache
+_AT_ONCE = 1 << 18  # elements of all bands that are worked on, or 1/64 of the weight: beside it, temporaries are small
 
 
 @dataclass
 class _Quantizer:
     """One equation of a `quantize` block: w [e, n, k], and the tensors that the equations before it have made.
 
+    stored   the format of w's bit patterns, if it holds these
     values   of reductions over all rows, as they stand in the equation
     """
 
     scheme: Scheme
     w: np.ndarray
+    stored: DType | None
     sizes: Mapping[str, int]
     made: Patterns
     values: dict[str, np.ndarray] = field(default_factory=dict)
@@ -219,17 +225,19 @@ class _Quantizer:
 
     def _each_band(self, compute: Callable[[slice], Any]) -> list[Any]:
         rows = bands(self.scheme, self.sizes["n"], self.sizes["e"] * self.sizes["k"], _BAND)
-        if len(rows) == 1:
-            return [compute(rows[0])]
-        with ThreadPoolExecutor(os.cpu_count()) as threads:  # numpy holds no lock while it computes
-            return list(threads.map(compute, rows))
+        threads = max(_AT_ONCE, self.w.size // 64) * len(rows) // max(1, self.w.size)
+        if min(threads, len(rows)) <= 1:
+            return [compute(band) for band in rows]
+        with ThreadPoolExecutor(min(threads, os.cpu_count() or 1)) as pool:  # numpy holds no lock while it computes
+            return list(pool.map(compute, rows))
 
     def _axes(self, e: Expr, rows: slice) -> _Axes:
         """What the expression may mention, of some rows."""
         mentioned = names(e) | {t.name for t in self.scheme.weight.tensors if t.dtype.kind == "index"}
         cut = {n: p[in_band(self.scheme.tensor(n), rows)] for n, p in self.made.items() if n in mentioned}
         axes = _Axes(self.scheme, {**self.sizes, "n": rows.stop - rows.start}, cut)
-        axes.values["w"] = self.w[:, None, rows].astype(np.float64)
+        w = self.w[:, None, rows]
+        axes.values["w"] = w.astype(np.float64) if self.stored is None else self.stored.decode(w)
         axes.values |= self.values
         return axes
 

@@ -185,16 +185,17 @@ def _give(layer: QuantLinear | QuantStack, name: str, found: Examination, files:
         raise CheckpointError(f"{where(choice, files)}: {name}: {problem}") from None
 
 
-def _quantize(layer: QuantLinear, name: str, found: Examination, stored: Mapping[str, torch.Tensor]) -> None:
-    weight, bias = stored["weight"], stored.get("bias")
-    if name not in found.parts:
-        layer.quantize(weight, bias)
-        return
-    choice, part = found.plan.choices[name], found.parts[name][0]
+def _quantize(layer: QuantLinear, name: str, found: Examination, stored: dict[str, torch.Tensor]) -> None:
+    """With the scales of the whole layer, also where a part of it is loaded.  Takes the floats out of `stored`, so that
+    nothing holds them when codes are packed."""
+    choice, bias = found.plan.choices[name], stored.pop("bias", None)
     whole = resolved(choice.scheme, choice.params, layer.dtype)
-    patterns = cut_patterns(whole, layer.scheme, part, quantized(whole, weight))  # with scales of the whole layer
-    if bias is not None:
-        bias = bias[part.rows] if part.has_bias else torch.zeros_like(bias)
+    patterns = quantized(whole, stored.pop("weight"))
+    if name in found.parts:
+        part, _ = found.parts[name]
+        patterns = cut_patterns(whole, layer.scheme, part, patterns)
+        if bias is not None:
+            bias = bias[part.rows] if part.has_bias else torch.zeros_like(bias)
     layer.set_weight(patterns, bias)
 
 

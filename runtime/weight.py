@@ -11,6 +11,7 @@ from qdsl import reference
 from qdsl.diagnostic import Error
 from qdsl.manifest import Buffer
 from qdsl.reference import bands, decode_weight, in_band
+from qdsl.runtime import repack
 from qdsl.runtime.buffer import inputs_of, unpacked
 from qdsl.scheme import Scheme
 
@@ -51,11 +52,11 @@ def quantized(scheme: Scheme, floats: torch.Tensor) -> dict[str, np.ndarray]:
 
     Raises Error where a number is not finite, or a scale beyond its type.
     """
-    if not torch.isfinite(floats).all():
+    if floats.numel() and not all(end.isfinite() for end in torch.aminmax(floats)):  # NaN is both ends
         at = (~torch.isfinite(floats)).nonzero()[0].tolist()
         raise Error(f"the weight is {floats[tuple(at)].item()} at {at}; only finite numbers can be quantized")
-    floats = floats if floats.dtype == torch.float64 else floats.float()  # exact, and a type that numpy has
-    found = reference.quantize(scheme, floats.cpu().numpy())
+    stored = repack.format_of(floats.dtype)  # none of float64
+    found = reference.quantize(scheme, repack.bits_of(floats) if stored else floats.cpu().numpy(), stored=stored)
     for name, patterns in found.items():
         kind = scheme.tensor(name).dtype
         if kind.is_float and scheme.tensor(name).role != "code":

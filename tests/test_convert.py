@@ -341,9 +341,11 @@ import torch
 from torch import nn
 from qdsl.runtime import load_quantized
 from qdsl.runtime.conversion import convert
+from qdsl.runtime.quantization import quantize
 from qdsl.runtime.writing import give_memory_back
 
 def peak(run):
+    give_memory_back()  # or what was freed would be measured as well
     # What a run takes of memory beside what is there before it, at its most: in MiB.
     status = lambda key: next(int(l.split()[1]) for l in open("/proc/self/status") if l.startswith(key)) / 1024
     Path("/proc/self/clear_refs").write_text("5")
@@ -355,7 +357,6 @@ def model(layers):
     linears = [nn.Linear(k, n, bias=False, device="meta", dtype=torch.float16) for n, k in layers]
     return nn.ModuleDict({f"layer{at}": linear for at, linear in enumerate(linears)})
 
-give_memory_back()  # or what was freed would be measured as well
 directory, layers = Path(sys.argv[1]), json.loads(sys.argv[2])
 convert(directory / "small", directory / "once", model=model(layers[:1]))  # compiles and imports
 load_quantized(model(layers[:1]), directory / "once")
@@ -364,7 +365,15 @@ size = sum(t.nbytes for t in found.state_dict().values()) / 2**20
 del found
 _, conversion = peak(lambda: convert(directory / "large", directory / "out", model=model(layers), part=1 << 20))
 _, again = peak(lambda: load_quantized(model(layers), directory / "out"))
-print(json.dumps({"final": size, "load": load, "convert": conversion, "load converted": again}))
+options = {"scheme": "w8a8_dynamic"}
+load_quantized(model(layers[:1]), directory / "one float", **options)
+found, floats = peak(lambda: load_quantized(model(layers[:6]), directory / "floats", **options))
+floats -= sum(t.nbytes for t in found.state_dict().values()) / 2**20
+del found
+_, written = peak(lambda: quantize(directory / "floats", directory / "q", model=model(layers[:6]), part=1 << 20, **options))
+print(json.dumps({
+    "final": size, "load": load, "convert": conversion, "load converted": again, "beyond": floats, "quantize": written
+}))
 """
 
 
@@ -383,6 +392,11 @@ def test_memory(tmp_path):
             tensors[f"layer{at}.qzeros"] = torch.zeros(columns // group, rows // 8, dtype=torch.int32)
             tensors[f"layer{at}.scales"] = torch.ones(columns // group, rows, dtype=torch.float16)
         save_file(tensors, directory / "model.safetensors")
+    for name, count in (("one float", 1), ("floats", 6)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        weights = {f"layer{at}.weight": torch.full(layers[at], 0.5, dtype=torch.float16) for at in range(count)}
+        save_file(weights, tmp_path / name / "model.safetensors")
     done = subprocess.run(
         [sys.executable, "-c", MEASURED, tmp_path, json.dumps(layers)],
         capture_output=True, text=True, check=False,
@@ -394,3 +408,4 @@ def test_memory(tmp_path):
     assert found["load"] < found["final"] + two_layers
     assert found["load converted"] < found["final"] + two_layers
     assert found["convert"] < 2 * two_layers  # a file of one layer, and what it takes to make it
+    assert found["beyond"] < two_layers and found["quantize"] < 2 * two_layers
