@@ -344,6 +344,14 @@ def test_names_with_a_prefix_are_told(writable):
     )
 
 
+def test_what_every_model_derives_is_left_out(writable):
+    _, tensors, save = writable
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(32)
+    load_quantized(built(), save())
+    tensors["model.layers.0.self_attn.rotary_emb.freq"] = torch.ones(32)
+    refused(built(), save(), "rotary_emb.freq` has no place in the model")
+
+
 def test_everything_wrong_is_listed_at_once(writable):
     _, tensors, save = writable
     del tensors[f"{DOWN}.scales"]
