@@ -27,7 +27,8 @@ from qdsl.choice import (
 )
 from qdsl.codegen.cuda import measured
 from qdsl.codegen.cuda.candidates import candidates
-from qdsl.codegen.cuda.weight import Weight
+from qdsl.codegen.cuda.weight import Shared, Weight
+from qdsl.codegen.cuda.wgmma_bytes import ByteWeight
 from qdsl.codegen.target import GPUS, target
 from qdsl.dtype import dtype
 from qdsl.manifest import Variant
@@ -266,11 +267,15 @@ def test_problems_are_named():
 
 
 # ---- the tables that ship ----------------------------------------------------------------------------------------
-def weight_of(key: Key) -> Weight:
+def weight_of(key: Key) -> Weight | ByteWeight:
     """A weight whose kernels are of that key."""
     names = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "float": "float16"}
     scale, zero, offset = (names.get(kind, kind) for kind in (key.scale, key.zero, key.offset))
     code = dtype(key.code)
+    if dtype(key.compute).bits == 8:  # scales of whole operands are those of blocks
+        group, blocks = key.group and key.group // 2, key.scale is not None and key.code == key.compute
+        shared = (Shared(128, group), "f32") if blocks else ()
+        return ByteWeight(dtype(key.compute), code, "bfloat16", group, scale, *shared)
     plain = key.zero or key.entries or key.code != "u4"
     table = tuple(float(i) for i in range(key.entries))
     return Weight(names[key.compute], 0 if plain else 8, zero, scale, key.group, code, table, offset)
@@ -283,7 +288,10 @@ def test_measured_tables_name_variants_that_exist(arch):
     assert len({table.key for table in found}) == len(found)
     for table in found:
         kernels = candidates(target("cuda", arch), weight_of(table.key))
-        assert not table.problems(tuple(Variant(c.name, (), c.k_multiple, c.order) for c in kernels))
+        variants = [Variant(c.name, (), c.k_multiple, c.order) for c in kernels]
+        if dtype(table.key.compute).bits == 8:  # of which none is for every k
+            variants.append(Variant("portable", (), order="by rising k"))
+        assert not table.problems(tuple(variants)), table
 
 
 def test_kernels_without_a_table_take_that_of_the_most_similar():

@@ -77,7 +77,7 @@ def test_hopper_tiles_fit_and_print():
         "w32_narrow: 32 tokens x 64 features, 1x2 warpgroups, 6 stages of 256, 2 CTAs along k"
     )
     assert str(HOPPER["w256_tail"]) == (
-        "w256_tail: 256 tokens x 128 features, 2x1 warpgroups, 3 stages of 128, persistent, the last round in halves"
+        "w256_tail: 256 tokens x 128 features, 2x1 warpgroups, 5 stages of 64, persistent, the last round in halves"
     )
 
 

@@ -92,6 +92,8 @@ def lower(
                     if weight.grouped or weight.token_scale:
                         warp = k.thread // 32 - (tile.consumers // 32 + 1)
                         with when(tirx.all(warp >= 0, warp < tile.fill_warps)):
+                            if tile.early and weight.token_scale:
+                                overlap.wait()  # for what the predecessor computes
                             cursor = Cursor(tile.stages, warp, 1)
                             with walk.each() as part:
                                 ring.fill_groups(part, stages, cursor, warp, *_stages_of(part))

@@ -77,6 +77,7 @@ class Weight:
     uniform = False  # the features of a block of 16 have the same scale, and it is held once
     promoted = False  # sums of some inputs are added to others, once they are multiplied by their scales
     token_scale = None
+    ones = False
 
     @property
     def x_type(self) -> str:
