@@ -56,7 +56,7 @@ def run(scheme: Scheme, names, shapes, folder: Path) -> dict[str, float]:
         expected = reference.linear(scheme, x.double().numpy(), patterns, n, kept=planned.kept)
         given = {"x": x, "y": torch.empty(m, n, dtype=x.dtype)}
         sizes = {"e": 1, "m": m, "n": n, "k": k}
-        for t in scheme.activation().operand.tensors:
+        for t in (t for t in scheme.activation().operand.tensors if not t.loaded):
             kind = torch.uint8 if t.dtype.bits == 8 or t.role == "code" else torch.float32
             given |= {t.name: torch.full(t.held_shape(sizes, scheme) or (1,), 255, dtype=kind)}
         given |= {
