@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import pytest
 
+import qdsl
 from qdsl.cache import nvcc
-from qdsl.codegen.cuda import hopper, host, mma, warp, wgmma
+from qdsl.codegen.cuda import hopper, host, main_loop, mma, warp, wgmma
 from qdsl.codegen.cuda.candidates import candidates
 from qdsl.codegen.cuda.weight import Shared, Weight
 from qdsl.codegen.cuda.wgmma_bytes import ByteWeight
+from qdsl.codegen.plan import plan
 from qdsl.codegen.target import target
 from qdsl.dtype import dtype
 
@@ -108,6 +110,23 @@ def test_a_chain_of_kernels_overlaps_from_sm_90_on():
         text = host.emit({"linear": kernel}, goal, goal.dependent_launch)
         assert ("griddepcontrol.wait" in text) == goal.dependent_launch
         assert ("ProgrammaticStreamSerialization" in text) == goal.dependent_launch
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel", "waits"),
+    [
+        ("fp8_block", "w16", 3),  # the lane that asks for codes before it waits, the warp of scales, and the consumers
+        ("fp8_dynamic", "w16", 2),  # no scales of groups of x
+        ("fp8_block", "w128_turned", 1),  # everyone, at once
+        ("awq4", "w64_tail", 1),
+    ],
+)
+def test_all_who_read_what_the_predecessor_computes_wait_for_it(name, kernel, waits):
+    """What the emulation can't see: there, a kernel begins when the one before has ended."""
+    planned = plan(qdsl.load(name), target("cuda", "sm_90a"))
+    function = main_loop.lower(planned)[f"linear_{kernel}"]
+    text = host.emit({kernel: function}, planned.target, overlapped=True)
+    assert text.count("tvm_builtin_ptx_griddepcontrol_wait();") == waits
 
 
 def test_tensor_maps_need_no_driver_library():
