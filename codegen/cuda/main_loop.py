@@ -90,9 +90,13 @@ def _epilogue(plan: Plan) -> Epilogue:
     def finish(sums: Sequence[tirx.Expr], m: tirx.Expr, features: Sequence[tirx.Expr], load: Load) -> tirx.Expr:
         def total(part: int) -> tirx.Expr:
             found = sums[part]
+
+            def element(e) -> tirx.Expr:
+                return load(e.name, m, features[part])
+
             for factor in (plan.weight.epilogue, plan.activation.epilogue):
                 if factor is not None:
-                    found = found * as_float(translate(factor, lambda e: load(e.name, m, features[part])))
+                    found = found * as_float(translate(factor, element))
             return found
 
         def look(e) -> tirx.Expr:
@@ -105,7 +109,10 @@ def _epilogue(plan: Plan) -> Epilogue:
         return as_float(translate(plan.scheme.output.value, look))
 
     def correct(m: tirx.Expr, load: Load) -> tirx.Expr:
-        return translate(plan.activation.correction, lambda e: load(e.name, m, T.int64(0)))
+        def element(e) -> tirx.Expr:
+            return load(e.name, m, T.int64(0))
+
+        return translate(plan.activation.correction, element)
 
     tensors = map(plan.scheme.tensor, epilogue_tensors(plan.scheme, plan.main_loop))
     axes = {t.name: "".join(sorted(map(_axis, t.index))) for t in tensors}

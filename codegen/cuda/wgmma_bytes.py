@@ -174,6 +174,7 @@ class Consumer(Warpgroup):
     count: int  # factors of a row: one for each of a lane's tokens, or 1 for all
     factors: tirx.Buffer  # of the last pass's products
     codes: tirx.Expr  # how far the team's codes are from the stage's tokens, in a descriptor
+    totals: tirx.Buffer | None  # of codes, by feature, where tokens are corrected by them
 
     def __init__(self, k: Kernel, stages: Ring):
         weight, tile = k.weight, k.tile
@@ -184,7 +185,7 @@ class Consumer(Warpgroup):
         # The sums of 256 tokens leave registers for the fragments of one batch only.
         self.sets = 1 if weight.promoted and tile.blocks * tile.tokens > WIDEST else 2
         super().__init__(k, stages)
-        self.totals = T.alloc_local([4 * tile.blocks], "uint32") if weight.ones else None  # of codes, by feature
+        self.totals = T.alloc_local([4 * tile.blocks], "uint32") if weight.ones else None
         if not weight.promoted:
             self.sums = self.acc
         else:
