@@ -19,7 +19,7 @@ import numpy as np
 
 from qdsl import transform
 from qdsl.dtype import F32, DType
-from qdsl.expr import REDUCTIONS, Binary, Call, Expr, Item, Negate, Ref, evaluate, names, substitute
+from qdsl.expr import REDUCTIONS, Binary, Call, Expr, Item, Negate, Ref, evaluate, names, substitute, walk
 from qdsl.scheme import AXES, Activation, Extent, Free, Gather, Group, Index, Operand, Scheme, Tensor, Transform, Var
 from qdsl.split import Split, split
 
@@ -131,15 +131,16 @@ def bands(scheme: Scheme, n: int, k: int, elements: int) -> list[slice]:
     return [slice(start, min(n, start + step)) for start in range(0, n, step)]
 
 
-def in_band(tensor: Tensor, rows: slice) -> tuple[slice, ...]:
-    """Where the elements of a tensor lie that belong to a band of rows: an index for the whole tensor."""
+def in_band(tensor: Tensor, rows: slice, columns: slice | None = None) -> tuple[slice, ...]:
+    """Where the elements of a tensor lie that belong to a band of rows, or to some columns of it: an index for all of it."""
 
     def cut(i: Index) -> slice:
-        if i == Var("n"):
-            return rows
-        if isinstance(i, Group) and i.axis == "n" and i.size is not None:
-            return slice(rows.start // i.size, -(-rows.stop // i.size))
-        return slice(None)
+        own = {"n": rows, "k": columns}.get(_axis(i))
+        if own is None or isinstance(i, Gather):
+            return slice(None)
+        if isinstance(i, Var):
+            return own
+        return slice(None) if i.size is None else slice(own.start // i.size, -(-own.stop // i.size))
 
     return tuple(map(cut, tensor.index))
 
@@ -202,13 +203,24 @@ class _Quantizer:
         by_rows = any(_axis(i) == "n" and (isinstance(i, Var) or i.size) for i in tensor.index)
         value = value if by_rows else self._reduced(value, tensor.index)
 
-        def fill(rows: slice) -> None:
-            axes = self._axes(value, rows)
+        def fill(rows: slice, columns: slice | None = None) -> None:
+            axes = self._axes(value, rows, columns)
             part = axes.collapse(tensor, axes.evaluate(value, tensor.index))
-            result[in_band(tensor, rows)] = tensor.dtype.encode(part)
+            result[in_band(tensor, rows, columns)] = tensor.dtype.encode(part)
 
-        self._each_band(fill) if by_rows else fill(slice(0, min(1, self.sizes["n"])))
+        self._each_band(fill, self._width(tensor, value)) if by_rows else fill(slice(0, min(1, self.sizes["n"])))
         return result
+
+    def _width(self, tensor: Tensor, value: Expr) -> int | None:
+        """Columns of which each can be computed by itself, or so many side by side; None: all are needed at once."""
+        indices = [i for t in self.scheme.weight.tensors for i in t.index]
+        own = next((i for i in tensor.index if _axis(i) == "k"), None)
+        reduced = any(isinstance(e, Call) and e.name in REDUCTIONS for e in walk(value))
+        if any(isinstance(i, Gather) for i in indices) or own is None:
+            return None
+        if reduced and isinstance(own, Group) and own.size is None:
+            return None
+        return math.lcm(*(i.size for i in indices if isinstance(i, Group) and i.axis == "k" and i.size))
 
     def _reduced(self, e: Expr, index: tuple[Index, ...]) -> Expr:
         """The expression with names for its reductions, which run over all rows."""
@@ -223,20 +235,28 @@ class _Quantizer:
         self.values[str(e)] = functools.reduce(_UFUNC[e.name], self._each_band(reduce))
         return Ref(str(e))
 
-    def _each_band(self, compute: Callable[[slice], Any]) -> list[Any]:
-        rows = bands(self.scheme, self.sizes["n"], self.sizes["e"] * self.sizes["k"], _BAND)
-        threads = max(_AT_ONCE, self.w.size // 64) * len(rows) // max(1, self.w.size)
-        if min(threads, len(rows)) <= 1:
-            return [compute(band) for band in rows]
+    def _each_band(self, compute: Callable[..., Any], width: int | None = None) -> list[Any]:
+        """Of rows, and of columns where bands of rows are too large and `width` columns at a time will do."""
+        n, k = self.sizes["n"], self.sizes["k"]
+        parts: list[tuple[slice, ...]] = [(rows,) for rows in bands(self.scheme, n, self.sizes["e"] * k, _BAND)]
+        height = self.sizes["e"] * max((rows.stop - rows.start for (rows,) in parts), default=0)
+        if width is not None and height * k > _BAND:
+            step = max(width, _BAND // height // width * width)
+            parts = [(rows, slice(at, min(k, at + step))) for (rows,) in parts for at in range(0, k, step)]
+        threads = max(_AT_ONCE, self.w.size // 64) * len(parts) // max(1, self.w.size)
+        if min(threads, len(parts)) <= 1:
+            return [compute(*part) for part in parts]
         with ThreadPoolExecutor(min(threads, os.cpu_count() or 1)) as pool:  # numpy holds no lock while it computes
-            return list(pool.map(compute, rows))
+            return list(pool.map(lambda part: compute(*part), parts))
 
-    def _axes(self, e: Expr, rows: slice) -> _Axes:
-        """What the expression may mention, of some rows."""
+    def _axes(self, e: Expr, rows: slice, columns: slice | None = None) -> _Axes:
+        """What the expression may mention, of some rows, or some columns of them."""
         mentioned = names(e) | {t.name for t in self.scheme.weight.tensors if t.dtype.kind == "index"}
-        cut = {n: p[in_band(self.scheme.tensor(n), rows)] for n, p in self.made.items() if n in mentioned}
-        axes = _Axes(self.scheme, {**self.sizes, "n": rows.stop - rows.start}, cut)
-        w = self.w[:, None, rows]
+        cut = {n: p[in_band(self.scheme.tensor(n), rows, columns)] for n, p in self.made.items() if n in mentioned}
+        columns = columns or slice(0, self.sizes["k"])
+        sizes = {"n": rows.stop - rows.start, "k": columns.stop - columns.start}
+        axes = _Axes(self.scheme, {**self.sizes, **sizes}, cut)
+        w = self.w[:, None, rows, columns]
         axes.values["w"] = w.astype(np.float64) if self.stored is None else self.stored.decode(w)
         axes.values |= self.values
         return axes
