@@ -36,7 +36,7 @@ def load_quantized(
     dtype: torch.dtype | None = None, compile: str = "auto", batch_invariant: bool = False, phase: str = "",
     settings: Mapping[str, Any] | None = None, scheme: str | Path | Scheme | None = None,
     params: Mapping[str, Any] | None = None, skip: Sequence[str] | None = None, shard: tuple[int, int] | None = None,
-    tp_plan: Mapping[str, str] | None = None,
+    tp_plan: Mapping[str, str] | None = None, prefix: str = "",
 ) -> nn.Module:  # fmt: skip
     """Load a quantized checkpoint into a model of its architecture, or quantize a float one; returns the model.
 
@@ -53,6 +53,8 @@ def load_quantized(
                head alone; an empty list leaves none out
     shard      (rank, world): load this rank's part of every linear that the model's plan for tensor parallelism splits
     tp_plan    in place of the model's own (`config.base_model_tp_plan`): {"model.layers.*.mlp.up_proj": "colwise", ...}
+    prefix     what the names of the model's tensors begin with in the checkpoint, such as "language_model.": the model is a
+               part of the one that was stored, whose other tensors are left out
 
     Linears that the checkpoint stores quantized, or of which the scheme makes codes, become `QuantLinear`s, the experts of a
     layer, be they 3-D parameters or lists of linears, `QuantExperts`; every other parameter is loaded as it is.  A tied head
@@ -67,7 +69,7 @@ def load_quantized(
         if not 0 <= shard[0] < shard[1]:
             raise ValueError(f"shard is (rank, world) with 0 <= rank < world, not {shard}")
         meets(*shard)
-    found = examine(model, directory, phase, settings, wish(model, scheme, params, skip), shard, tp_plan)
+    found = examine(model, directory, phase, settings, wish(model, scheme, params, skip), shard, tp_plan, prefix)
     for notice in found.notices:
         warnings.warn(f"{directory}: {notice}", stacklevel=2)
     refuse(directory, [*found.problems, *_without_memory(model, found.dense)])

@@ -31,7 +31,7 @@ from qdsl.runtime.parallel import Parts, parts_of
 from qdsl.runtime.resolve import check_layer, free_names, kept_tensors, misfits, resolved
 from qdsl.runtime.shard import rows_of
 from qdsl.runtime.state import Tag
-from qdsl.runtime.stored import Renamed, Stored, Unstacked, opened, opened_floats, some
+from qdsl.runtime.stored import Renamed, Stored, Under, Unstacked, opened, opened_floats, some, without
 from qdsl.scheme import Scheme, Tensor
 
 # Stored by some tools, derived by every model that uses them.
@@ -102,11 +102,13 @@ class Examination:
 def examine(
     model: nn.Module, directory: Path, phase: str = "", settings: Mapping[str, Any] | None = None,
     asked: Wish | None = None, shard: tuple[int, int] | None = None, tp_plan: Mapping[str, str] | None = None,
+    prefix: str = "",
 ) -> Examination:  # fmt: skip
     """Match a checkpoint with a model, whose parameters may be on the meta device; makes no layer and reads no weights.
 
     asked   what to make of a checkpoint of floats
     shard   (rank, world): what this rank has of the linears that the plan for tensor parallelism splits
+    prefix  what the names of the model's tensors begin with in the checkpoint; others are left out
 
     Raises CheckpointError where files or settings can't be read at all, or are not of the kind that was asked for.
     """
@@ -115,6 +117,15 @@ def examine(
         source, method, files = opened_floats(directory, settings or {})
     else:
         config, source, method, files = opened(directory, settings or {})
+    everything = files
+    if prefix:
+        prefix = f"{prefix.removesuffix('.')}."
+        config, files = without(prefix, config), Under(files, prefix)
+        if not files:
+            starts = sorted({name.partition(".")[0] for name in everything})
+            raise CheckpointError(
+                f"{directory}: no tensor's name begins with `{prefix}`; they begin with {some(starts)}"
+            )
     experts, unknown = stacks_of(model, files.headers)
     of_all = {name: part for _, stored in experts.values() for name, part in stored.parts.items()}
     files = Unstacked(files, of_all) if of_all else files
@@ -176,6 +187,8 @@ def examine(
     problems = of_experts.together([of_experts.as_stored(problem, experts) for problem in problems])
     notices = [of_experts.as_stored(notice, experts) for notice in _notices(plan)]
     notices += large
+    if left := [name for name in everything if prefix and not name.startswith(prefix)]:
+        notices.append(f"{len(left)} tensors whose names do not begin with `{prefix}` are left out: {some(left)}")
     return Examination(method, source, plan, experts, stacks, fused, quantized, files, dense, problems, notices, parts)
 
 
@@ -301,7 +314,10 @@ def _unplaced(
         quantized = [other for other in files if other.startswith(name.rsplit(".", 1)[0] + ".")]
         beside = f" (only {some(quantized)})" if quantized else ""
         if under := next((other for other in files if other.endswith(f".{source}")), None):
-            beside = f" (but `{under}` is: the model's names lack a prefix, or it is a part of the one that was stored)"
+            beside = (
+                f" (but `{under}` is: the model's names lack a prefix, or it is a part of the one that was stored; "
+            )
+            beside += f"prefix = {under.removesuffix(source)!r} loads that part)"
         missing.append(f"`{source}` is in no file{beside}, and the model needs it")
     aliases = _aliases(model)
     for name in files:

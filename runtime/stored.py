@@ -260,6 +260,37 @@ class Unstacked(Mapping[str, torch.Tensor]):
         return len(self.headers)
 
 
+class Under(Mapping[str, torch.Tensor]):
+    """Those tensors of a checkpoint whose names begin with a prefix, by the rest of their names."""
+
+    def __init__(self, files: Stored, prefix: str):
+        self._files, self._prefix = files, prefix
+        own = {name.removeprefix(prefix): name for name in files if name.startswith(prefix)}
+        self.headers = {name: files.headers[full] for name, full in own.items()}
+        self.file = {name: files.file[full] for name, full in own.items()}
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self._files[self._prefix + name]
+
+    def part(self, name: str, cut: tuple[slice, ...]) -> torch.Tensor:
+        return self._files.part(self._prefix + name, cut)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.headers)
+
+    def __len__(self) -> int:
+        return len(self.headers)
+
+
+def without(prefix: str, settings: Any) -> Any:
+    """Settings in which no name begins with the prefix: keys and strings, however deep, lose it."""
+    if isinstance(settings, str):
+        return settings.removeprefix(prefix)
+    if isinstance(settings, Mapping):
+        return {without(prefix, key): without(prefix, value) for key, value in settings.items()}
+    return [without(prefix, value) for value in settings] if isinstance(settings, list) else settings
+
+
 class Renamed(Mapping[str, torch.Tensor]):
     """A module's tensors under the names its layout uses, each cut to its meaningful part.
 

@@ -344,6 +344,23 @@ def test_names_with_a_prefix_are_told(writable):
     )
 
 
+def test_a_model_that_is_a_part_of_the_one_that_was_stored(writable):
+    directory, tensors, save = writable
+    expected = load_quantized(built(), save()).state_dict()
+    for name in list(tensors):
+        tensors[f"language_model.{name}"] = tensors.pop(name)
+    tensors["vision_tower.patch.weight"] = torch.ones(2, 2)
+    configured(directory, modules_to_not_convert=["language_model.lm_head", "vision_tower"])
+    save()
+    with pytest.warns(UserWarning, match="1 tensors whose names do not begin with `language_model.` are left out"):
+        found = load_quantized(built(), directory, prefix="language_model").state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    refused(built(), directory, "prefix = 'language_model.' loads that part")
+    with pytest.raises(qdsl.Error, match=r"begins with `text.`; they begin with `language_model`, `vision_tower`"):
+        load_quantized(built(), directory, prefix="text")
+
+
 def test_what_every_model_derives_is_left_out(writable):
     _, tensors, save = writable
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(32)
