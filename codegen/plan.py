@@ -17,12 +17,12 @@ from qdsl.choice import Key, Table, only
 from qdsl.codegen.target import Target
 from qdsl.diagnostic import Diagnostic, TargetError, error
 from qdsl.dtype import DType, dtype
-from qdsl.expr import Binary, Expr, Item, Negate, Number, Ref, evaluate, names, of_dtype
+from qdsl.expr import Binary, Expr, Item, Negate, Number, Ref, evaluate, interval, names, of_dtype
 from qdsl.layout import Axis, Digit, Lane, Layout, Run, plain
 from qdsl.manifest import Buffer, Step, Variant
 from qdsl.order import ORDERED, SOURCE, Order
 from qdsl.scheme import Gather, Group, Scheme, Tensor, Var
-from qdsl.split import Split, split
+from qdsl.split import Split, ranges, split
 from qdsl.transform import passes, transformed
 
 if TYPE_CHECKING:
@@ -359,9 +359,10 @@ def _byte_loop(scheme: Scheme, weight: Split, activation: Split, target: Target)
 
 
 def _of_tokens(e: Expr, scheme: Scheme) -> bool:
-    """Whether it is a whole number for every token, or one for all."""
-    tensors = [scheme.tensor(name) for name in names(e)]
-    return all(t.dtype.is_integer and t.index in ((), (Var("m"),)) for t in tensors)
+    """Whether it is a whole number for every token, or one for all, that fits an i8."""
+    tensors = {name: scheme.tensor(name) for name in names(e)}
+    known = all(t.index in ((), (Var("m"),)) for t in tensors.values())
+    return known and interval(e, ranges(tensors)).size <= 128 and interval(e, ranges(tensors)).quantum >= 1
 
 
 def in_bytes(operand: DType) -> DType:

@@ -103,3 +103,25 @@ def test_what_is_no_product_of_codes_alone_stays_portable():
     for name in ("w4a8", "nvfp4", "mxfp8a8"):
         assert plan(qdsl.load(name), target("cuda", "sm_90a")).main_loop is None
     assert plan(qdsl.load("w8a8_dynamic"), target("cuda", "sm_89")).main_loop is None
+
+
+@pytest.mark.parametrize(
+    "change", [("(a - o)", "(a - o / 2)"), ("(a - o)", "(a - o * 3)"), ("o[]     : i8", "o[]     : f32")]
+)
+def test_a_correction_that_is_no_small_whole_number_stays_portable(change):
+    """It is multiplied in integers, and what is no integer or does not fit would come out wrong."""
+    text = qdsl.load("w8a8_static").text
+    assert change[0] in text and plan(qdsl.parse(text), target("cuda", "sm_90a")).main_loop.corrected
+    changed = qdsl.parse(text.replace(*change).partition("layout")[0])
+    assert plan(changed, target("cuda", "sm_90a")).main_loop is None
+
+
+@NEEDS
+def test_more_numbers_of_a_token_than_the_staging_has_room_for(tmp_path):
+    """What is stored beside the ring, 16 tokens at a time, has room for numbers of four tensors."""
+    text = qdsl.load("w4a8_dynamic").text.partition("layout")[0]
+    more = "".join(f"    scale t{i}[m] : f32 = amax(abs(x)) + {i}\n" for i in range(5))
+    factors = "".join(f" * t{i}" for i in range(5))
+    text = text.replace("    code  a[m, k]", f"{more}    code  a[m, k]").replace("x ~ a * t", f"x ~ a * t{factors}")
+    worst = run(qdsl.parse(text), ("w128_wide",), [(70, 72, 144)], tmp_path)
+    assert worst["w128_wide"] <= 1, worst

@@ -134,10 +134,14 @@ class Direct:
                 self.kept[name, id(at)] = register(dtype_of(value), value)[0]
 
     def _ask_columns(self, axis: str, part: int, load) -> None:
-        """The thread's column of columns 128 part .."""
+        """The thread's column of columns 128 part .., of as many tensors as the staging has room for.
+
+        Integers, and tensors beyond those, are loaded where they are needed.
+        """
         for name in self._of(axis):
             value = load(name)
-            if dtype_of(value) == "float32":  # an integer is loaded where it is needed
+            room = name in self.asked or (len(self.asked) + 1) * 4 * FINISHED <= self.tile.stored * PITCH
+            if dtype_of(value) == "float32" and room:
                 if name not in self.asked:
                     self.asked[name] = T.alloc_local([-(-self.tile.tokens // 128)], "float32")
                 assign(self.asked[name], part, value)
