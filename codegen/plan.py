@@ -64,7 +64,7 @@ class MainLoop:
         )
         kind = None if zero is None else "float" if zero.is_float else str(zero)
         return Key(str(scheme.compute.operand), scale and str(scale), kind, self.group, str(scheme.code.dtype),
-                   offset and str(offset), len(self.table))  # fmt: skip
+                   offset and str(offset), len(self.table), self.order is not None)  # fmt: skip
 
     def __str__(self) -> str:
         zero = self.zero or (str(self.constant) if self.constant else "")

@@ -23,8 +23,8 @@ Limits = tuple[tuple[int | None, str], ...]  # (m_max, variant) by rising m_max;
 
 @dataclass(frozen=True)
 class Key:
-    """What makes main loops differ in speed: the types of the multiplier and of what is loaded, the group, and whether codes
-    are looked up in a table of so many entries."""
+    """What makes main loops differ in speed: the types of the multiplier and of what is loaded, the group, whether codes are
+    looked up in a table of so many entries, and whether x is brought into another order before."""
 
     compute: str
     scale: str | None
@@ -33,6 +33,7 @@ class Key:
     code: str = "u4"
     offset: str | None = None
     entries: int = 0
+    ordered: bool = False
 
     def __str__(self) -> str:
         roles = (("scale", self.scale), ("zero", self.zero), ("offset", self.offset))
@@ -42,6 +43,7 @@ class Key:
                 f"{self.code} in {self.compute}{f', a table of {self.entries}' if self.entries else ''}",
                 *loaded,
                 "one group" if self.group is None else f"groups of {self.group}",
+                *(["x ordered"] if self.ordered else []),
             ]
         )
 

@@ -288,7 +288,7 @@ def test_measured_tables_name_variants_that_exist(arch):
     assert len({table.key for table in found}) == len(found)
     for table in found:
         kernels = candidates(target("cuda", arch), weight_of(table.key))
-        variants = [Variant(c.name, (), c.k_multiple, c.order) for c in kernels]
+        variants = [Variant(c.name, (), 1 if table.key.ordered else c.k_multiple, c.order) for c in kernels]
         if dtype(table.key.compute).bits == 8:  # of which none is for every k
             variants.append(Variant("portable", (), order="by rising k"))
         assert not table.problems(tuple(variants)), table
@@ -301,3 +301,5 @@ def test_kernels_without_a_table_take_that_of_the_most_similar():
     assert similar.key == Key("f16", "f16", "i4", 128)
     assert similar.rows == measured.table("sm_90a", exact).rows and f"with {exact}" in similar.source
     assert measured.table("sm_80", exact) is None
+    ordered = replace(exact, ordered=True)
+    assert measured.table("sm_90a", replace(ordered, zero=None)).source.endswith(f"with {ordered}")

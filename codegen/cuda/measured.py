@@ -28,11 +28,12 @@ def table(arch: str, key: Key) -> Table | None:
 
 
 def _difference(a: Key, b: Key) -> tuple:
-    """How unlike two kinds of kernels are: first the width of the multiplier's type, then the type, then how weights are
-    decoded, then the group."""
+    """How unlike two kinds of kernels are: first whether a kernel runs before them that orders x, then the width of the
+    multiplier's type, then the type, then how weights are decoded, then the group."""
     groups = [math.log2(key.group or 1 << 20) for key in (a, b)]
     kinds = [dtype(key.code).kind for key in (a, b)]
     return (
+        a.ordered != b.ordered,
         dtype(a.compute).bits != dtype(b.compute).bits,
         a.compute != b.compute,
         kinds[0] != kinds[1],

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tvm.tirx.script import builder as T
 
-from qdsl.codegen.cuda.builder import ptx, register, zeros
+from qdsl.codegen.cuda.builder import assign, ptx, register, when, zeros
 from qdsl.codegen.cuda.correct import SumStep
 from qdsl.codegen.cuda.kernel import Kernel
 from qdsl.codegen.cuda.mma import multiply_tiles
@@ -140,7 +140,7 @@ class WarpTile:
 
 
 class Consumer:
-    """A warp's share of the multiplication: it waits for a stage of its team, and hands it back when it is read."""
+    """A warp's share of the multiplication: it waits for a stage of its team, and hands it back when it has used it."""
 
     def __init__(self, k: Kernel, stages: Ring):
         self.k, self.ring, self.tile = k, stages, k.tile
@@ -154,10 +154,15 @@ class Consumer:
         """acc = the part's features x tokens, over the team's share of stages begin .. end; -> whether to store it."""
         teams, cursor = self.tile.teams, self.cursor
         count = register("int32", (end - begin - self.team + (teams - 1)) // teams)
-        steps = SumStep(self.k)
+        steps, read = SumStep(self.k), register("int32", T.int32(-1))
         with T.serial(0, count[0], unroll=False):
+            # A slot is released where the next stage begins: all that was loaded has been used there, and nobody fills the
+            # last one again. Right behind the products, ptxas would release it while loads of it are still on their way,
+            # and the next tokens have been seen to come before these were read.
+            with when(read[0] >= 0):
+                self.ring.release(read[0])
             T.evaluate(T.cuda.mbarrier_wait(self.ring.full(cursor.slot), cursor.phase))
             multiply_tiles(self.k, self.ring.views, self.acc, cursor.slot, steps, 0, self.tile.slice)
-            self.ring.release(cursor.slot)
+            assign(read, 0, cursor.slot)
             cursor.advance(teams)
         return None
