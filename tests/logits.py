@@ -54,7 +54,7 @@ def shares_of_bounds(model: torch.nn.Module, tokens: torch.Tensor) -> dict[Call,
     layers = quantized(model)
     model.set_attn_implementation("eager")  # the derivatives of others do not come in batches
     for module in set(model.modules()) - set(layers.values()):
-        for name, tensor in (*module._parameters.items(), *module._buffers.items()):
+        for tensor in (*module._parameters.values(), *module._buffers.values()):
             if tensor is not None and tensor.is_floating_point():
                 tensor.data = tensor.data.double()
     with _Double():

@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from logits import held, quantized, shares_of_bounds
 from safetensors.torch import load_file
 from torch import nn
 
 import qdsl
+from logits import held, quantized, shares_of_bounds
 from qdsl import reference
 from qdsl.dtype import F32
 from qdsl.runtime import QuantLinear, QuantStack, load_quantized, repack

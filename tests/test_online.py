@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from logits import shares_of_bounds
 from safetensors.torch import load_file, save_file
 from torch import nn
 
 import qdsl
+from logits import shares_of_bounds
 from qdsl.runtime import QuantLinear, load_quantized
 from qdsl.runtime.quantization import quantize
 
@@ -208,7 +208,11 @@ def test_a_float_checkpoint_without_a_scheme(floats):
         ({"skip": ("lm_head",)}, "skip says how to quantize a float checkpoint, and no scheme is given"),
         ({"scheme": "awq4", "settings": {"bits": 4}}, "settings are of quantized checkpoints"),
         ({"scheme": "awq4", "params": {"act": "bf16"}}, "`act` is the layers' dtype"),
-        ({"scheme": "awq4", "skip": ("up_porj",)}, "names 'up_porj', which is no linear layer"),
+        ({"scheme": "awq4", "skip": "lm_head"}, "skip is a list of names, not 'lm_head'; write ['lm_head']"),
+        (
+            {"scheme": "awq4", "skip": ("up_porj",)},
+            "arguments: skip names 'up_porj', which is no linear layer (nearest: `up_proj`",
+        ),
         ({"scheme": "awq4", "skip": ("model", "lm_head")}, "there is no linear layer to quantize"),
         ({"scheme": "awq4", "phase": "decode"}, "no layer of it has phases"),
     ],
