@@ -10,17 +10,32 @@ import tvm
 import tvm_ffi
 from tvm import tirx
 
-from qdsl.codegen.target import Target
+from qdsl.codegen.target import ARM_LEVELS, Target
 from qdsl.diagnostic import TargetError
 
 _SHIM = Path(__file__).with_name("openmp_shim.cc")
 
 
+# What LLVM calls a unit.
+_X86_FEATURES = {
+    "vnni": ("+avx512vnni",),
+    "bf16": ("+avx512bf16",),
+    "amx": ("+amx-tile", "+amx-int8", "+amx-bf16"),
+}
+_ARM_FEATURES = {"f16": "+fullfp16", "dot": "+dotprod", "i8mm": "+i8mm", "bf16": "+bf16"}
+
+
 def _llvm(target: Target) -> tvm.target.Target:
-    if target.arch.startswith("x86-64"):
-        return tvm.target.Target({"kind": "llvm", "mcpu": target.arch, "mtriple": "x86_64-linux-gnu"})
-    attributes = ["+neon", "+fullfp16"] if target.arch == "armv8.2-a" else ["+neon"]
-    return tvm.target.Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mattr": attributes})
+    if target.arch in ARM_LEVELS:
+        features = ["+neon", *(name for unit, name in _ARM_FEATURES.items() if unit in target.units)]
+        return tvm.target.Target({"kind": "llvm", "mtriple": "aarch64-linux-gnu", "mattr": features})
+    version = 4 if "avx512" in target.units else 3 if "avx2" in target.units else 2
+    features = [name for unit, names in _X86_FEATURES.items() if unit in target.units for name in names]
+    if "avx512" in target.units:
+        features.append("-prefer-256-bit")  # x86-64-v4 means Skylake, whose clock fell under 512-bit instructions
+    return tvm.target.Target(
+        {"kind": "llvm", "mcpu": f"x86-64-v{version}", "mtriple": "x86_64-linux-gnu", "mattr": features}
+    )
 
 
 def emit(functions: dict[str, tirx.PrimFunc], target: Target) -> tuple[tvm.runtime.Module, str]:

@@ -8,8 +8,18 @@ from dataclasses import dataclass
 
 from qdsl.diagnostic import TargetError, closest
 
-CPU_LEVELS = ("x86-64-v2", "x86-64-v3", "x86-64-v4")
-ARM_LEVELS = ("armv8-a", "armv8.2-a")
+# What a CPU level adds to those before it, lowest first. The levels of x86-64 above v4 are called after the first processor
+# that has the unit; they have nothing else of it, so that Zen 4 runs cooperlake, and Ice Lake runs cascadelake.
+_X86_UNITS: dict[str, tuple[str, ...]] = {
+    "x86-64-v2": (),
+    "x86-64-v3": ("avx2",),
+    "x86-64-v4": ("avx512",),
+    "cascadelake": ("vnni",),
+    "cooperlake": ("bf16",),
+    "sapphirerapids": ("amx",),
+}
+_ARM_UNITS: dict[str, tuple[str, ...]] = {"armv8-a": (), "armv8.2-a": ("f16",), "armv8.6-a": ("dot", "i8mm", "bf16")}
+CPU_LEVELS, ARM_LEVELS = tuple(_X86_UNITS), tuple(_ARM_UNITS)
 GPUS = ("sm_80", "sm_86", "sm_87", "sm_89", "sm_90", "sm_90a", "sm_100", "sm_103", "sm_120", "sm_121")
 
 
@@ -62,6 +72,8 @@ class Target:
     fragments    operand types of `mma.sync` that the tensor-core main loop uses
     byte_fragments  those of `wgmma` that multiply what activations are quantized to
     gpu          what kernel times are predicted for, on CUDA
+    units        vector and matrix units of a CPU: "avx2", "avx512", "vnni" (`vpdpbusd` of 512 bits), "bf16"
+                 (`vdpbf16ps`), "amx" (tiles of int8 and bf16); of Arm "f16", "dot", "i8mm", "bf16"
     """
 
     kind: str  # "cpu" or "cuda"
@@ -70,6 +82,7 @@ class Target:
     fragments: tuple[str, ...]
     byte_fragments: tuple[str, ...] = ()
     gpu: Gpu | None = None
+    units: frozenset[str] = frozenset()
 
     @property
     def dependent_launch(self) -> bool:
@@ -89,7 +102,9 @@ def target(kind: str, arch: str) -> Target:
     """The target of that name; raises TargetError naming the legal ones."""
     if kind == "cpu":
         _known(arch, (*CPU_LEVELS, *ARM_LEVELS), "CPU level")
-        return Target("cpu", arch, ("i32", "f32"), ())
+        return Target(
+            "cpu", arch, ("i32", "f32"), (), units=_units(_ARM_UNITS if arch in _ARM_UNITS else _X86_UNITS, arch)
+        )
     if kind == "cuda":
         if (match := re.fullmatch(r"sm_(\d+)a?", arch)) and int(match[1]) < 80:
             raise TargetError(f"{arch} is too old: the kernels need cp.async and bf16 mma, which came with sm_80")
@@ -99,11 +114,20 @@ def target(kind: str, arch: str) -> Target:
     raise TargetError(f"unknown target `{kind}`; one of `cpu`, `cuda`")
 
 
+def _units(added: dict[str, tuple[str, ...]], level: str) -> frozenset[str]:
+    """All that a level has: what it adds, and what those before it do."""
+    levels = list(added)
+    return frozenset(unit for below in levels[: levels.index(level) + 1] for unit in added[below])
+
+
 def default_archs(kind: str) -> tuple[str, ...]:
-    """What `--target` alone means: a level that nearly every machine of this kind has."""
+    """What `--target` alone means: what nearly every machine of this kind runs, and on a CPU all levels beyond that.
+
+    A CPU picks its own among them when the library is opened; the machine that compiles has no say.
+    """
     if kind == "cuda":
         return ("sm_80",)
-    return ("armv8-a",) if platform.machine() in ("aarch64", "arm64") else ("x86-64-v3",)
+    return ARM_LEVELS if platform.machine() in ("aarch64", "arm64") else CPU_LEVELS[CPU_LEVELS.index("x86-64-v3") :]
 
 
 def _known(arch: str, legal: tuple[str, ...], what: str) -> None:

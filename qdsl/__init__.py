@@ -61,7 +61,8 @@ def compile(
 ) -> Artifact:
     """A compiled artifact, from the cache or made now (and copied to `out`).
 
-    target   "cpu" or "cuda"; archs such as ("sm_80", "sm_90a") or ("x86-64-v3",), by default the ones this machine has
+    target   "cpu" or "cuda"; archs such as ("sm_80", "sm_90a") or ("x86-64-v3",); by default what nearly every
+             machine of the kind runs and, for "cpu", every level above, of which a machine takes its own
     Raises TargetError when the target can't run the scheme or a tool is missing.
     """
     from qdsl.compilation import compile_scheme

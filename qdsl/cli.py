@@ -226,7 +226,7 @@ def _compile(args: argparse.Namespace) -> int:
     if args.emit:
         from qdsl.codegen.target import default_archs, target
 
-        for arch in args.archs or default_archs(args.target):
+        for arch in args.archs or default_archs(args.target)[:1]:
             target(args.target, arch)
             from qdsl.codegen.pipeline import emit
 

@@ -15,7 +15,7 @@ Environment:
                      artifact found there when its scheme text and parameters are the layer's own and it has a library
                      for the device; only then the cache and the compiler are asked.
     QDSL_CACHE       where artifacts compiled on demand are kept
-    QDSL_CPU_LEVEL   the highest x86-64 level to use, such as x86-64-v3; by default what the processor has
+    QDSL_CPU_LEVEL   the highest CPU level to use, such as x86-64-v3; by default what the processor has
 """
 
 from qdsl.artifact import Artifact, open_artifact

@@ -29,50 +29,17 @@ from qdsl.dtype import DType
 from qdsl.expr import Expr
 from qdsl.manifest import Buffer, plain_params
 from qdsl.order import ORDERED, SOURCE, Order
+from qdsl.runtime.processor import cpu_levels
 from qdsl.runtime.repack import torch_dtype
 from qdsl.scheme import Scheme, Var
 from qdsl.transform import loaded, passes, widths
 
 ALIGNMENT = 64  # bytes; what the kernels' widest loads ask of a tensor's first element
 
-# What an x86-64 level asks of the processor, in the words of /proc/cpuinfo (System V psABI, micro-architecture levels).
-_LEVELS = {
-    "x86-64-v4": {"avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl"},
-    "x86-64-v3": {"avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe"},
-    "x86-64-v2": {"cx16", "lahf_lm", "popcnt", "sse4_1", "sse4_2", "ssse3"},
-}
-
 _GPUS = (121, 120, 103, 100, 90, 89, 87, 86, 80)
 
 
 # ---- architectures -----------------------------------------------------------------------------------------------
-@functools.cache
-def cpu_levels() -> tuple[str, ...]:
-    """The levels this processor can run, best first.  QDSL_CPU_LEVEL leaves out those above it."""
-    levels: tuple[str, ...]
-    if platform.machine() in ("aarch64", "arm64"):
-        levels = ("armv8.2-a", "armv8-a") if _cpu_flags() & {"asimdhp", "fphp"} else ("armv8-a",)
-    else:
-        flags, held = _cpu_flags(), set[str]()
-        reached = []
-        for level, needs in reversed(_LEVELS.items()):
-            held |= needs
-            if held <= flags:
-                reached.insert(0, level)
-        levels = tuple(reached)
-    if (top := os.environ.get("QDSL_CPU_LEVEL")) in levels:
-        levels = levels[levels.index(top) :]
-    return levels
-
-
-def _cpu_flags() -> set[str]:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return set()
-    return set(next((line for line in lines if line.startswith(("flags", "Features"))), "").split())
-
-
 def best_arch(device: torch.device) -> str:
     """The architecture to compile for on this device."""
     if device.type == "cuda":

@@ -1,5 +1,6 @@
 """The planner's decisions: which equations take the tensor-core main loop, how codes lie, what is refused."""
 
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ import qdsl
 from qdsl.choice import Key, Row, Table
 from qdsl.codegen.cuda import measured
 from qdsl.codegen.plan import code_values, plan, planes, vector_features
-from qdsl.codegen.target import default_archs, target
+from qdsl.codegen.target import CPU_LEVELS, default_archs, target
 from qdsl.diagnostic import TargetError
 from qdsl.dtype import dtype
 from qdsl.expr import Ref
@@ -202,7 +203,14 @@ def test_wrong_targets_are_named(kind, arch, words):
 
 def test_defaults_are_targets():
     for kind in ("cpu", "cuda"):
-        assert [target(kind, arch).kind for arch in default_archs(kind)] == [kind]
+        assert {target(kind, arch).kind for arch in default_archs(kind)} == {kind}
+
+
+def test_a_level_has_the_units_of_those_below_it():
+    units = [target("cpu", level).units for level in CPU_LEVELS]
+    added = [more - less for less, more in pairwise(units) if less < more]
+    assert added == [{"avx2"}, {"avx512"}, {"vnni"}, {"bf16"}, {"amx"}] and not units[0]
+    assert target("cpu", "armv8.6-a").units == {"f16", "dot", "i8mm", "bf16"}
 
 
 def test_any_function_of_one_code_is_a_table():
