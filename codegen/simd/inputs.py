@@ -13,7 +13,7 @@ from qdsl.codegen.function import store
 from qdsl.codegen.portable import activation_core
 from qdsl.codegen.simd.blocked import LANES
 from qdsl.codegen.simd.state import State, for_lanes, local
-from qdsl.codegen.tir import as_float, bits_of, f32, float_of, i64, u32
+from qdsl.codegen.tir import as_float, bits_of, choose, f32, float_of, i64, u32
 
 ELEMENT = {"f32": "float32", "bf16": "uint16", "i16": "int16", "u8": "int8"}
 
@@ -34,8 +34,8 @@ def allocate(s: State) -> None:
 
 def fill(s: State) -> None:
     """All rows of x."""
-    m, k = s.own.sizes["m"], s.own.sizes["k"]
-    with T.If(m < i64(4)):
+    k = s.own.sizes["k"]
+    with T.If(s.own.sizes["m"] < i64(4)):
         with T.Then(), T.serial(i64(0), s.tokens) as row:
             _row(s, row)
         with T.Else(), T.parallel(i64(0), s.tokens) as row:
@@ -103,5 +103,5 @@ def _planes(s: State, value: tirx.Expr) -> list[tirx.Expr]:
         found.append(T.cast(bits >> u32(16), "uint16"))
         if plane + 1 < s.blocked.planes:
             infinite = (bits & u32(0x7FFFFFFF)) == u32(0x7F800000)
-            rest = T.if_then_else(infinite, f32(0), rest - float_of(bits & u32(0xFFFF0000)))
+            rest = choose(infinite, f32(0), rest - float_of(bits & u32(0xFFFF0000)))
     return found
