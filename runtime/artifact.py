@@ -23,7 +23,7 @@ import qdsl
 from qdsl import cache
 from qdsl.artifact import Artifact, open_artifact
 from qdsl.choice import Limits
-from qdsl.compilation import kernel_buffers, toolchain
+from qdsl.compilation import default_archs, kernel_buffers, toolchain
 from qdsl.diagnostic import ArtifactError, Error, TargetError
 from qdsl.dtype import DType
 from qdsl.expr import Expr
@@ -97,8 +97,9 @@ def find_artifact(
     for artifact in found:
         if fitting_arch(tuple(artifact.manifest.libraries), device):
             return artifact
-    if cached := _cached(scheme, device.type, arch):
-        return cached
+    for archs in ((arch,), default_archs(device.type)):  # as compiled here, and by `qdsl compile`
+        if arch in archs and (cached := _cached(scheme, device.type, *archs)):
+            return cached
     if compile != "never":
         try:
             return qdsl.compile(scheme, device.type, (arch,))
@@ -163,8 +164,8 @@ def _cached(scheme: Scheme, kind: str, *archs: str) -> Artifact | None:
 def _any_cached(scheme: Scheme, device: torch.device) -> Artifact | None:
     """A cached artifact for an older architecture that this device runs as well."""
     levels = cpu_levels() if device.type == "cpu" else tuple(f"sm_{n}" for n in _GPUS)
-    for arch in levels:
-        if fitting_arch((arch,), device) and (artifact := _cached(scheme, device.type, arch)):
+    for archs in (default_archs(device.type), *((arch,) for arch in levels)):
+        if fitting_arch(archs, device) and (artifact := _cached(scheme, device.type, *archs)):
             return artifact
     return None
 
