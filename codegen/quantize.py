@@ -41,7 +41,7 @@ def _quantize(plan: Plan, tensor: Tensor) -> tirx.PrimFunc:
         count = i64(1)
         for extent in extents:
             count = count * extent
-        with each(plan, count) as flat:
+        with each(plan, count, own.sizes["m"] * own.sizes["k"]) as flat:
             index, rest = [], flat
             for extent in reversed(extents[1:]):
                 index.insert(0, T.truncmod(rest, extent))

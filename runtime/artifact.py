@@ -202,7 +202,7 @@ class Kernel:
     ):  # fmt: skip
         m, scheme = artifact.manifest, scheme.in_phase(phase)
         self.artifact, self.arch, self.scheme, self.batch_invariant = artifact, arch, scheme, batch_invariant
-        self.phase, table = phase, m.tables[arch][phase]
+        self.phase, self.on_cpu, table = phase, m.kind == "cpu", m.tables[arch][phase]
         same = hashlib.sha256(f"{m.digest} {table}".encode()).hexdigest()  # a table may change: `qdsl tune`
         about = [m.scheme, *filter(None, [phase]), arch, same[:16], *(["batch-invariant"] if batch_invariant else [])]
         self.key = " ".join(about)
@@ -258,6 +258,8 @@ class Kernel:
 
     def run_into(self, x: torch.Tensor, buffers: Sequence[torch.Tensor], y: torch.Tensor) -> None:
         """The same into a given y, on torch's current stream."""
+        if self.on_cpu:
+            torch.get_num_threads()  # the first of a thread gives OpenMP what `torch.set_num_threads` says
         m, k = x.shape
         shape = y.shape[1], k
         limits, variants = self._by_shape.get(shape) or self._chosen(shape)

@@ -20,7 +20,8 @@ def zeros(shape: Sequence[int], kind: torch.dtype, device: torch.device | str) -
     """As torch.zeros; on a CPU what fills a huge page, or most of one, lies there."""
     size = math.prod(shape) * kind.itemsize
     pages = (size + HUGE // 2) // HUGE  # what is beyond the last one may be less than half of another
-    if not pages or torch.device(device).type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
+    real = type(torch.empty(0, device=device)) is torch.Tensor  # and not a fake one
+    if not pages or not real or torch.device(device).type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(shape, dtype=kind, device=device)
     # Private: shared anonymous memory is a file to Linux, and huge pages for files are another setting.
     memory = mmap.mmap(-1, max(size, pages * HUGE) + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)

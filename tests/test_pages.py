@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from qdsl.runtime import QuantLinear, pages
 
@@ -99,6 +100,8 @@ def test_other_devices_have_no_part_in_it():
     with torch.device("meta"):
         assert pages.zeros((pages.HUGE,), torch.uint8, "cpu").device.type == "cpu"
     assert pages.zeros((pages.HUGE,), torch.uint8, "meta").is_meta
+    with FakeTensorMode():
+        assert isinstance(made(seed=None)._buffers["q"], FakeTensor)
 
 
 def test_memory_is_given_back():
