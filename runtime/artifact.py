@@ -11,6 +11,7 @@ import functools
 import hashlib
 import os
 import platform
+import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -223,6 +224,7 @@ class Kernel:
         shaping = {name for t in self.transforms for name in loaded(t)}
         self._shaping = [at for at, name in enumerate(self.names) if name in shaping]
         self._widths: dict[tuple, list[int]] = {}
+        self._rooms = threading.local()
 
     @property
     def buffers(self) -> dict[str, Buffer]:
@@ -265,7 +267,8 @@ class Kernel:
         limits, variants = self._by_shape.get(shape) or self._chosen(shape)
         pool = [x, *buffers, y]
         if self.computed or self.transforms or self.ordered:
-            pool += self._allocate(x, buffers, y.shape[1])
+            reuse = m == 1 and self.on_cpu and not (self.transforms or self.ordered)
+            pool += (self._room if reuse else self._allocate)(x, buffers, y.shape[1])
         for call in variants[bisect_left(limits, m)]:
             call.function(*call.gather(pool))
 
@@ -310,6 +313,15 @@ class Kernel:
         ends = [end for end, _ in limits if end is not None]
         self._by_shape[shape] = ends, [self._variants[name] for _, name in limits]
         return self._by_shape[shape]
+
+    def _room(self, x: torch.Tensor, buffers: Sequence[torch.Tensor], n: int) -> list[torch.Tensor]:
+        """As `_allocate`, but the same for all calls of a thread: kernels of a CPU are done when they return, and for one
+        token an allocation takes longer than what is written there."""
+        rooms: dict = vars(self._rooms)
+        shape = n, x.shape[1]
+        if shape not in rooms:
+            rooms[shape] = self._allocate(x, buffers, n)
+        return rooms[shape]
 
     def _allocate(self, x: torch.Tensor, buffers: Sequence[torch.Tensor], n: int) -> list[torch.Tensor]:
         """Room for what the steps compute between them: codes and scales of the activations, x on its way through
