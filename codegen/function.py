@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -11,8 +11,8 @@ from tvm.script.ir_builder import IRBuilder
 from tvm.tirx.script import builder as T
 
 from qdsl.codegen.cuda import overlap
-from qdsl.codegen.plan import Plan
-from qdsl.codegen.tir import decode, dtype_of, i64, load, storage
+from qdsl.codegen.plan import VECTOR, Plan
+from qdsl.codegen.tir import decode, dtype_of, i64, load, selecting, storage
 from qdsl.scheme import Extent, Free, Gather, Group, Index, Tensor, Var
 from qdsl.transform import passes, result, transformed
 
@@ -98,7 +98,8 @@ def open_function(plan: Plan, name: str, args: tuple[str, ...]) -> Iterator[tupl
         sizes["n"] = width * i64(scheme.output.half[1])
     own = Parameters(plan, sizes, {})
     out = storage(scheme.output.dtype)
-    with IRBuilder() as builder, T.prim_func(False, plan.target.kind == "cpu", False):
+    on_cpu = plan.target.kind == "cpu"
+    with selecting(on_cpu), IRBuilder() as builder, T.prim_func(False, on_cpu, False):
         T.func_name(name)
         T.func_attr({"global_symbol": name, "tirx.noalias": True})
         spelled = {arg: arg.replace(".", "_") for arg in args}
@@ -177,6 +178,28 @@ def each(plan: Plan, count: tirx.Expr, operations: tirx.Expr) -> Iterator[tirx.E
     i = T.cast(block, "int64") * i64(THREADS) + T.cast(thread, "int64")
     with T.If(i < count), T.Then():
         yield i
+
+
+def for_tokens(m: tirx.Expr, body: Callable[[tirx.Expr], None]) -> None:
+    """Every token of a CPU's function: in parallel, unless they are so few that starting threads takes longer."""
+    limit_threads(T.floordiv(m, i64(2)))
+    with T.parallel(i64(0), m) as token:
+        body(token)
+
+
+def in_lanes(body: Callable[[tirx.Expr], None]) -> None:
+    """A vector."""
+    with T.vectorized(i64(0), i64(VECTOR)) as v:
+        body(v)
+
+
+def in_vectors(start: tirx.Expr, end: tirx.Expr, body: Callable[[tirx.Expr], None]) -> None:
+    """start .. end in whole vectors, then one by one."""
+    whole = T.floordiv(end - start, i64(VECTOR))
+    with T.serial(i64(0), whole) as i:
+        in_lanes(lambda v: body(start + i * i64(VECTOR) + v))
+    with T.serial(start + whole * i64(VECTOR), end) as i:
+        body(i)
 
 
 def local(shape: tuple[int, ...], dtype: str) -> tirx.Buffer:

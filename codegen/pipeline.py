@@ -20,6 +20,7 @@ from qdsl.artifact import MANIFEST
 from qdsl.codegen import cpu, portable
 from qdsl.codegen.cuda import host, main_loop
 from qdsl.codegen.plan import Plan, plans
+from qdsl.codegen.simd import linear
 from qdsl.codegen.target import target as find_target
 from qdsl.manifest import Buffer, Manifest, Variant, plain_params
 from qdsl.scheme import Scheme
@@ -30,7 +31,9 @@ Report = Callable[[str], None]
 
 def lower(planned: Plan) -> dict[str, tirx.PrimFunc]:
     """Every kernel of a plan: the tensor-core main loop where the equation allows it, the portable nest elsewhere."""
-    return main_loop.lower(planned) if planned.main_loop else portable.lower(planned)
+    if planned.main_loop:
+        return main_loop.lower(planned)
+    return {**portable.before(planned), **linear.lower(planned)} if planned.blocked else portable.lower(planned)
 
 
 def lower_phases(planned: Mapping[str, Plan]) -> dict[str, tirx.PrimFunc]:

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from qdsl import transform
-from qdsl.choice import Key, Table, only
+from qdsl.choice import Key, Row, Table, only
+from qdsl.codegen.simd.blocked import FEATURES, Blocked, blocked
+from qdsl.codegen.simd.blocked import codes as blocked_codes
 from qdsl.codegen.target import Target
 from qdsl.diagnostic import Diagnostic, TargetError, error
 from qdsl.dtype import DType, dtype
@@ -96,6 +98,7 @@ class Plan:
     kept: int | None  # bits below its largest term that the multiplier keeps of a sum (None: a float32, or all)
     max_k: int | None
     notes: tuple[Diagnostic, ...]
+    blocked: Blocked | None = None  # what the SIMD kernels of a CPU need to know
     beside_overlapped: bool = False  # in the library of another phase whose kernels overlap
 
     def buffer(self, name: str) -> Buffer:
@@ -114,7 +117,7 @@ class Plan:
             f"  activation  {self.activation}",
             f"  multiply    {compute.operand} as {self.multiply}, sums in {self.accumulate}",
             f"  partial sum {'over all of k' if self.step is None else f'every {self.step} inputs'}",
-            f"  main loop   {self.main_loop or 'portable'}",
+            f"  main loop   {self.main_loop or self.blocked or 'portable'}",
             "  layouts",
         ]
         lines += [f"    {b}" for b in self.buffers]
@@ -153,13 +156,14 @@ def plan(scheme: Scheme, target: Target, held: Mapping[str, Buffer] | None = Non
     x_split = split(activation.operand, compute.operand, "x") if activation else _identity(compute.operand)
     assert isinstance(weight, Split) and isinstance(x_split, Split), "checked schemes split"
     loop = _byte_loop(scheme, weight, x_split, target) if activation else _main_loop(scheme, weight, target)
-    buffers = tuple(_buffer(t, scheme, target, loop) for t in scheme.tensors if t.loaded)
+    step = _step(scheme, weight, x_split)
+    simd = blocked(scheme, weight, x_split, target, step, _core(scheme, weight))
+    buffers = tuple(_buffer(t, scheme, target, loop, simd) for t in scheme.tensors if t.loaded)
     if held and any(held.get(b.tensor, b) != b for b in buffers):
-        loop, buffers = None, tuple(held.get(b.tensor, b) for b in buffers)
-    multiply, notes = _multiply(scheme, target) if loop is None else (compute.operand, ())
+        loop, simd, buffers = None, None, tuple(held.get(b.tensor, b) for b in buffers)
+    multiply, notes = _multiply(scheme, target) if loop is None and simd is None else (compute.operand, ())
     if loop and loop.activation:
         multiply = in_bytes(compute.operand)
-    step = _step(scheme, weight, x_split)
     loaded = [b.tensor for b in buffers if b.tensor not in transform_only(scheme)]
     computed = [t for t in activation.operand.tensors if not t.loaded] if activation else []
     quantize = (*transform_steps(scheme), *_quantize(scheme, target, computed))
@@ -167,13 +171,16 @@ def plan(scheme: Scheme, target: Target, held: Mapping[str, Buffer] | None = Non
     portable = Step("linear", (*given, *loaded, "y"))
     if loop is not None:
         variants, table = _main_loop_variants(scheme, target, loop, (*quantize, portable) if activation else ())
+    elif simd is not None:
+        variants, table = _simd_variants(simd, quantize, portable)
     else:
         # One thread sums a number of y by rising k, however many rows there are: the order never depends on m.
         variants, table = (Variant("portable", (*quantize, portable), order="by rising k"),), only("portable")
     offset, kept = (0.0, None) if loop is None else (_weight(scheme, loop).excess, _weight(scheme, loop).kept)
+    offset = simd.excess if simd else offset
     notes += _unused_hints(scheme, target)
     return Plan(scheme, target, weight, x_split, multiply, compute.accumulator, step, loop, buffers, variants, table, offset, kept,
-                _max_k(scheme, weight, x_split), notes)  # fmt: skip
+                _max_k(scheme, weight, x_split), notes, simd)  # fmt: skip
 
 
 def _quantize(scheme: Scheme, target: Target, computed: Sequence[Tensor]) -> tuple[Step, ...]:
@@ -317,6 +324,26 @@ def _main_loop(scheme: Scheme, weight: Split, target: Target) -> MainLoop | None
         code.name, scale or None, name or None, constant, group, table, offset[0] or None, offset[1], order, parts
     )
     return None if _weight(scheme, found).problem else found
+
+
+def _core(scheme: Scheme, weight: Split) -> tuple[str, np.ndarray] | None:
+    """(the whole zero that is taken off a group's codes or "", what codes stand for but for it, by bit pattern); None
+    where that takes more than a code."""
+    zero = _zero(weight.core, scheme.code.name, scheme)
+    if zero and zero[0]:
+        code = scheme.code.dtype
+        return zero[0], code.decode(np.arange(1 << code.bits))
+    values = code_values(weight.core, scheme.weight.tensors)
+    return None if values is None else ("", values)
+
+
+def _simd_variants(simd: Blocked, quantize: Sequence[Step], portable: Step) -> tuple[tuple[Variant, ...], Table]:
+    """The SIMD kernels, and up to how many tokens those for a few are as fast as those for many."""
+    names, few = ("rows", "tiles" if simd.tiles else "panel"), 1 if simd.tiles else 8
+    variants = tuple(
+        Variant(name, (*quantize, Step(f"linear_{name}", portable.args)), order=f"{simd.unit} in {name}") for name in names
+    )
+    return variants, Table("few and many", Row(1, 1, ((few, names[0]), (None, names[1])), ((None, names[1]),)))
 
 
 def _byte_loop(scheme: Scheme, weight: Split, activation: Split, target: Target) -> MainLoop | None:
@@ -514,13 +541,17 @@ def epilogue_tensors(scheme: Scheme, loop: MainLoop) -> list[str]:
 
 
 # ---- kernel layouts ----------------------------------------------------------------------------------------------
-def _buffer(t: Tensor, scheme: Scheme, target: Target, loop: MainLoop | None) -> Buffer:
+def _buffer(
+    t: Tensor, scheme: Scheme, target: Target, loop: MainLoop | None, simd: Blocked | None = None
+) -> Buffer:  # fmt: skip
     order, parts = None, 1
     if loop and t.name in (loop.code, *loop.grouped):
         order = loop.order
         parts = loop.parts if t.name == loop.code or place_in(loop, t, scheme) is None else 1
     if loop and t.name in loop.grouped:
         layout = _grouped_layout(t, scheme, loop)
+    elif simd and t.index and t.index[0] == Var("n") and t.role not in ("bias", "residual"):
+        layout = blocked_codes(simd.bits, simd.depth) if t == scheme.code else _vector_rows(t, FEATURES)
     else:
         tile = loop is not None or (target.kind == "cuda" and scheme.code.dtype.bits == 4)
         layout = _layout(t, scheme, tile, loop is not None and bool(loop.table))

@@ -34,7 +34,13 @@ ROWS = 4  # tokens that share a decoded weight
 def lower(plan: Plan) -> dict[str, tirx.PrimFunc]:
     """One PrimFunc for each step of the portable variant."""
     steps = {s.function: s.args for v in plan.variants for s in v.steps}
-    return {**transform.lower(plan), **quantize.lower(plan, steps), "linear": _linear(plan, steps["linear"])}
+    return {**before(plan), "linear": _linear(plan, steps["linear"])}
+
+
+def before(plan: Plan) -> dict[str, tirx.PrimFunc]:
+    """What is computed of x before the product, a PrimFunc for each step."""
+    steps = {s.function: s.args for v in plan.variants for s in v.steps}
+    return {**transform.lower(plan), **quantize.lower(plan, steps)}
 
 
 @dataclass
@@ -165,7 +171,7 @@ def _block(
         k = start + i
         s.for_lanes(lambda v: store(w, _weight(s, feature + v, k, elementwise), v))
         for r in range(ROWS):
-            store(x, _x(s, _inside(row + i64(r), s.own.sizes["m"]), k), r)
+            store(x, _x(s, inside(row + i64(r), s.own.sizes["m"]), k), r)
             s.for_lanes(lambda v, r=r: store(part, part[r, v] + x[r] * w[v], r, v))
             if x_sum is not None:
                 store(x_sum, x_sum[r] + x[r], r)
@@ -177,23 +183,23 @@ def _block(
 def _promote(s, row, feature, start, count, acc, part, w_sum, x_sum, elementwise) -> None:
     """acc += Σ (xc·gx + cx)(wc·gw + cw) over the group, from the group's four sums."""
     plan = s.plan
-    w_factor = None if elementwise else _first(plan.weight.fold, plan.weight.promote)
-    x_factor = _first(plan.activation.fold, plan.activation.promote)
+    w_factor = None if elementwise else first(plan.weight.fold, plan.weight.promote)
+    x_factor = first(plan.activation.fold, plan.activation.promote)
     for r in range(ROWS):
-        at_x = {"m": _inside(row + i64(r), s.own.sizes["m"]), "k": start}
+        at_x = {"m": inside(row + i64(r), s.own.sizes["m"]), "k": start}
 
         def lane(v: tirx.Expr, r=r, at_x=at_x) -> None:
-            at = {"n": _inside(feature + v, s.own.sizes["n"]), "k": start, "padded": feature + v}
-            gw = _factor(s, w_factor, at)
-            gx = _factor(s, x_factor, at_x)
-            total = _times(as_float(part[r, v]), gx, gw)
-            cw, cx = _factor(s, plan.weight.correction, at), _factor(s, plan.activation.correction, at_x)
+            at = {"n": inside(feature + v, s.own.sizes["n"]), "k": start, "padded": feature + v}
+            gw = factor(s, w_factor, at)
+            gx = factor(s, x_factor, at_x)
+            total = times(as_float(part[r, v]), gx, gw)
+            cw, cx = factor(s, plan.weight.correction, at), factor(s, plan.activation.correction, at_x)
             if cw is not None:
-                total = total + _times(as_float(x_sum[r]), gx, cw)
+                total = total + times(as_float(x_sum[r]), gx, cw)
             if cx is not None:
-                total = total + _times(as_float(w_sum[v]), gw, cx)
+                total = total + times(as_float(w_sum[v]), gw, cx)
             if cw is not None and cx is not None:
-                total = total + _times(T.cast(count, "float32"), cw, cx)
+                total = total + times(T.cast(count, "float32"), cw, cx)
             store(acc, acc[r, v] + total, r, v)
 
         s.for_lanes(lane)
@@ -210,7 +216,7 @@ def _epilogue(s: _Linear, row: tirx.Expr, feature: tirx.Expr, sums: list[tirx.Bu
                 n = at["n"] + i64(part) * width if part else at["n"]
                 value = sums[part][r, v]
                 for factor in (plan.activation.epilogue, plan.weight.epilogue):
-                    value = _times(value, _factor(s, factor, {"m": at["m"], "n": n, "padded": n}))
+                    value = times(value, factor(s, factor, {"m": at["m"], "n": n, "padded": n}))
                 return value
 
             def look(e: Expr) -> tirx.Expr:
@@ -222,17 +228,17 @@ def _epilogue(s: _Linear, row: tirx.Expr, feature: tirx.Expr, sums: list[tirx.Bu
             store(y, encode(plan.scheme.output.dtype, value), at["m"], at["n"])
 
 
-def _first(a: Expr | None, b: Expr | None) -> Expr | None:
+def first(a: Expr | None, b: Expr | None) -> Expr | None:
     return a if a is not None else b
 
 
-def _times(value: tirx.Expr, *factors: tirx.Expr | None) -> tirx.Expr:
+def times(value: tirx.Expr, *factors: tirx.Expr | None) -> tirx.Expr:
     for factor in factors:
         value = value if factor is None else value * factor
     return value
 
 
-def _factor(s: _Linear, e: Expr | None, at: Mapping[str, tirx.Expr]) -> tirx.Expr | None:
+def factor(s: _Linear, e: Expr | None, at: Mapping[str, tirx.Expr]) -> tirx.Expr | None:
     if e is None:
         return None
     return as_float(translate(e, lambda node: _tensor(s, node, at)))
@@ -247,13 +253,37 @@ def _tensor(s: _Linear, node: Expr, at: Mapping[str, tirx.Expr]) -> tirx.Expr:
     return s.own.element(node.name, at)
 
 
-def _inside(position: tirx.Expr, size: tirx.Expr) -> tirx.Expr:
+def inside(position: tirx.Expr, size: tirx.Expr) -> tirx.Expr:
     """The position, or the last one when it lies beyond the end: reads stay inside, what they give is not used."""
     return T.min(position, size - i64(1))
 
 
 def _cast_sum(s: _Linear, value: tirx.Expr) -> tirx.Expr:
     return value if dtype_of(value) == s.sums else T.cast(value, s.sums)
+
+
+def activation_core(s, m: tirx.Expr, k: tirx.Expr) -> tirx.Expr:
+    """x, or the part of its codes that is multiplied, of a token and an input: int32 or float32."""
+    activation = s.plan.scheme.activation()
+    if activation is None or s.plan.activation.core == Ref("x"):
+        return T.cast(s.own.buffers["x"][m, k], "float32")
+
+    def look(e: Expr) -> tirx.Expr:
+        return s.own.element(e.name, {"m": m, "k": k})
+
+    return translate(s.plan.activation.core, look)
+
+
+def finished(s, value: tirx.Expr, m: tirx.Expr, n: tirx.Expr) -> tirx.Expr:
+    """The output's equation for a sum of token m and feature n, as float32 before its last rounding."""
+    plan, at = s.plan, {"m": m, "n": n, "padded": n}
+    for own in (plan.activation.epilogue, plan.weight.epilogue):
+        value = times(value, factor(s, own, at))
+
+    def look(e: Expr) -> tirx.Expr:
+        return value if e == Ref("acc") else s.own.element(e.name, at)
+
+    return as_float(translate(plan.scheme.output.value, look))
 
 
 def _core(s: _Linear, core: Expr, at: Mapping[str, tirx.Expr], code: str) -> tirx.Expr:
@@ -292,10 +322,10 @@ def _tensor_bits(s: _Linear, code: str, at: Mapping[str, tirx.Expr]) -> tirx.Exp
 
 
 def _weight(s: _Linear, n: tirx.Expr, k: tirx.Expr, elementwise: bool) -> tirx.Expr:
-    at = {"n": _inside(n, s.own.sizes["n"]), "k": k, "padded": n}
+    at = {"n": inside(n, s.own.sizes["n"]), "k": k, "padded": n}
     value = _core(s, s.plan.weight.core, at, s.plan.scheme.code.name)
     if elementwise and (fold := s.plan.weight.fold) is not None:
-        value = as_float(value) * _factor(s, fold, at)
+        value = as_float(value) * factor(s, fold, at)
     return _cast_sum(s, value)
 
 

@@ -1,7 +1,7 @@
 """Run-time quantization: one kernel for each tensor that an activation block computes.
 
-Every element of the tensor is one piece of work: reductions over its group first (amax, …), then the equation, then one
-rounding to the declared type.
+Reductions over an element's group come first (amax, …), then the equation, then one rounding to the declared type.  On a
+GPU every element is one piece of work; a CPU takes a token at a time, in vectors along k.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import numpy as np
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from qdsl.codegen.function import Parameters, each, local, open_function, store
-from qdsl.codegen.plan import Plan, quantize_args
-from qdsl.codegen.tir import as_float, encode, f32, i64, translate
+from qdsl.codegen.function import Parameters, each, for_tokens, in_lanes, in_vectors, local, open_function, store
+from qdsl.codegen.plan import VECTOR, Plan, quantize_args
+from qdsl.codegen.tir import as_float, choose, encode, f32, i64, is_nan, translate
 from qdsl.expr import REDUCTIONS, Call, Expr, Ref, walk
 from qdsl.scheme import Group, Index, Tensor, Var
 
@@ -37,19 +37,42 @@ def _quantize(plan: Plan, tensor: Tensor) -> tirx.PrimFunc:
     """One computed activation tensor: a reduction per element where the equation has one, then one rounding."""
     args = quantize_args(plan.scheme, tensor)
     with open_function(plan, f"quantize_{tensor.name}", args) as (builder, own):
-        extents = [own.extent(i) for i in tensor.index]
-        count = i64(1)
-        for extent in extents:
-            count = count * extent
-        with each(plan, count, own.sizes["m"] * own.sizes["k"]) as flat:
-            index, rest = [], flat
-            for extent in reversed(extents[1:]):
-                index.insert(0, T.truncmod(rest, extent))
-                rest = T.truncdiv(rest, extent)
-            if extents:
-                index.insert(0, rest)
-            _element(own, tensor, index)
+        (_by_token if plan.target.kind == "cpu" else _by_element)(plan, own, tensor)
     return builder.get()
+
+
+def _by_element(plan: Plan, own: Parameters, tensor: Tensor) -> None:
+    extents = [own.extent(i) for i in tensor.index]
+    count = i64(1)
+    for extent in extents:
+        count = count * extent
+    with each(plan, count, own.sizes["m"] * own.sizes["k"]) as flat:
+        index, rest = [], flat
+        for extent in reversed(extents[1:]):
+            index.insert(0, T.truncmod(rest, extent))
+            rest = T.truncdiv(rest, extent)
+        if extents:
+            index.insert(0, rest)
+        _element(own, tensor, index)
+
+
+def _by_token(plan: Plan, own: Parameters, tensor: Tensor) -> None:
+    """All elements of a token, if there is one for each; those along k in vectors, if nothing is reduced for each."""
+    reduces = any(isinstance(e, Call) and e.name in REDUCTIONS for e in walk(tensor.value))
+
+    def nest(rest: list[Index], index: list[tirx.Expr]) -> None:
+        if not rest:
+            _element(own, tensor, index)
+        elif rest == [Var("k")] and not reduces:
+            in_vectors(i64(0), own.sizes["k"], lambda k: _element(own, tensor, [*index, k]))
+        else:
+            with T.serial(i64(0), own.extent(rest[0])) as i:
+                nest(rest[1:], [*index, i])
+
+    if tensor.index[:1] == (Var("m"),):
+        for_tokens(own.sizes["m"], lambda m: nest(list(tensor.index[1:]), [m]))
+    else:
+        nest(list(tensor.index), [])
 
 
 def _element(own: Parameters, tensor: Tensor, index: list[tirx.Expr]) -> None:
@@ -73,28 +96,47 @@ def _element(own: Parameters, tensor: Tensor, index: list[tirx.Expr]) -> None:
 
 
 def _reduction(own: Parameters, call: Call, starts: dict, grouped: dict) -> tirx.Buffer:
+    """A reduction over what the element's group has; on a CPU of every 16th input in each lane first."""
     start = {"amax": -np.inf, "amin": np.inf, "sum": 0.0}[call.name]
     combine = {"amax": T.max, "amin": T.min, "sum": lambda a, b: a + b}[call.name]
-    result = local((1,), "float32")
+    on_cpu = own.plan.target.kind == "cpu"
+    result = local((1,), "float32") if not on_cpu else T.alloc_buffer((1,), "float32", scope="global")
     store(result, f32(start), 0)
     axes = [a for a in ("m", "k") if a not in starts or a in grouped]
+    lanes = T.alloc_buffer((VECTOR,), "float32", scope="global") if on_cpu and "k" in axes else None
+    if lanes is not None:
+        in_lanes(lambda v: store(lanes, f32(start), v))
+
+    def kept(old: tirx.Expr, value: tirx.Expr) -> tirx.Expr:
+        # NaN must survive: max(NaN, x) is x on some targets
+        return choose(is_nan(old), old, choose(is_nan(value), value, combine(old, value)))
 
     def nest(axes: list[str], at: dict[str, tirx.Expr]) -> None:
         if not axes:
             value = as_float(translate(call.args[0], lambda e: _activation_value(own, e, at)))
-            # NaN must survive: max(NaN, x) is x on some targets
-            kept = T.if_then_else(
-                T.isnan(result[0]), result[0], T.if_then_else(T.isnan(value), value, combine(result[0], value))
-            )
-            store(result, kept, 0)
+            store(result, kept(result[0], value), 0)
             return
         axis, size = axes[0], grouped.get(axes[0])
         first = starts.get(axis, i64(0))
         last = own.sizes[axis] if size is None else T.min(first + i64(size), own.sizes[axis])
+        if axis == "k" and lanes is not None:
+            whole = T.floordiv(last - first, i64(VECTOR))
+
+            def lane(i: tirx.Expr, v: tirx.Expr) -> None:
+                here = {**at, "k": first + i * i64(VECTOR) + v}
+                value = as_float(translate(call.args[0], lambda e: _activation_value(own, e, here)))
+                store(lanes, kept(lanes[v], value), v)
+
+            with T.serial(i64(0), whole) as i:
+                in_lanes(lambda v: lane(i, v))
+            first = first + whole * i64(VECTOR)
         with T.serial(i64(0), last - first) as i:
             nest(axes[1:], {**at, axis: first + i})
 
     nest(axes, dict(starts))
+    if lanes is not None:
+        with T.serial(i64(0), i64(VECTOR)) as v:
+            store(result, kept(result[0], lanes[v]), 0)
     return result
 
 

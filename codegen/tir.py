@@ -5,7 +5,9 @@ Codes decode to float32 (or int32 for integer products) exactly; results round o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import numpy as np
 from tvm import tirx
@@ -43,8 +45,33 @@ def float_of(bits: tirx.Expr) -> tirx.Expr:
     return T.reinterpret("float32", bits)
 
 
+def is_nan(value: tirx.Expr) -> tirx.Expr:
+    """Of a float32, by its bits: TVM has no `isnan` of vectors."""
+    return (bits_of(value) & u32(0x7FFFFFFF)) > u32(0x7F800000)
+
+
 def u32(value: int) -> tirx.Expr:
     return tirx.const(value, "uint32")
+
+
+# ---- choices -----------------------------------------------------------------------------------------------------
+_SELECTS: ContextVar[bool] = ContextVar("selects", default=False)
+
+
+@contextmanager
+def selecting(selects: bool) -> Iterator[None]:
+    """Inside, whether `choose` selects."""
+    token = _SELECTS.set(selects)
+    try:
+        yield
+    finally:
+        _SELECTS.reset(token)
+
+
+def choose(condition: tirx.Expr, yes: tirx.Expr, no: tirx.Expr) -> tirx.Expr:
+    """One of two values that both may be computed: CPUs select between vectors of them, where TVM would take a vector apart
+    for a branch."""
+    return tirx.Select(condition, yes, no) if _SELECTS.get() else T.if_then_else(condition, yes, no)
 
 
 # ---- memory ------------------------------------------------------------------------------------------------------
@@ -83,19 +110,19 @@ def decode(dtype: DType, pattern: tirx.Expr) -> tirx.Expr:
     if dtype.kind == "int":  # the sign bit moves to bit 31 and back
         return (T.cast(pattern, "int32") << i32(32 - dtype.bits)) >> i32(32 - dtype.bits)
     if dtype.name == "e8m0":
-        normal = float_of(T.if_then_else(pattern == u32(0), u32(0x00400000), pattern << u32(23)))
-        return T.if_then_else(pattern == u32(255), f32(float("nan")), normal)
+        normal = float_of(choose(pattern == u32(0), u32(0x00400000), pattern << u32(23)))
+        return choose(pattern == u32(255), f32(float("nan")), normal)
     # Exponent and mantissa land in the low end of float32's; one exact multiplication mends the bias, and subnormals
     # of the small format come out right because they are subnormals of float32 until then.
     magnitude = pattern & u32(dtype.mask >> 1)
     value = float_of(magnitude << u32(23 - dtype.mantissa)) * f32(2.0 ** (127 - dtype.bias))
     if dtype.special == "nan":
-        value = T.if_then_else(magnitude == u32(dtype.mask >> 1), f32(float("nan")), value)
+        value = choose(magnitude == u32(dtype.mask >> 1), f32(float("nan")), value)
     if dtype.special == "ieee":
         infinity = u32((2**dtype.exponent - 1) << dtype.mantissa)
-        special = T.if_then_else(magnitude == infinity, f32(float("inf")), f32(float("nan")))
-        value = T.if_then_else(magnitude >= infinity, special, value)
-    return T.if_then_else((pattern >> u32(dtype.bits - 1)) != u32(0), -value, value)
+        special = choose(magnitude == infinity, f32(float("inf")), f32(float("nan")))
+        value = choose(magnitude >= infinity, special, value)
+    return choose((pattern >> u32(dtype.bits - 1)) != u32(0), -value, value)
 
 
 def encode(dtype: DType, value: tirx.Expr) -> tirx.Expr:
@@ -104,23 +131,23 @@ def encode(dtype: DType, value: tirx.Expr) -> tirx.Expr:
         return T.cast(value, storage(dtype))
     if dtype.is_integer:
         whole = saturate(dtype, T.nearbyint(value))
-        number = T.if_then_else(T.isnan(value), i32(0), T.cast(whole, "int32"))
+        number = choose(is_nan(value), i32(0), T.cast(whole, "int32"))
         return number if dtype.bits == 32 else T.cast(T.cast(number, "uint32") & u32(dtype.mask), "uint8")
     bits = bits_of(value)
     magnitude = T.min(float_of(bits & u32(0x7FFFFFFF)), f32(dtype.max))
     if dtype.name == "e8m0":
         exponent, fraction = bits_of(magnitude) >> u32(23), bits_of(magnitude) & u32(0x7FFFFF)
         # the middle between two powers is fraction 1/2; 2^-127 is itself subnormal, so its middle lies at 3/4
-        middle = T.if_then_else(exponent == u32(0), u32(0x600000), u32(0x400000))
+        middle = choose(exponent == u32(0), u32(0x600000), u32(0x400000))
         up = (fraction > middle) | ((fraction == middle) & ((exponent & u32(1)) == u32(1)))
-        code = T.if_then_else(value <= f32(0), u32(0), exponent + T.cast(up, "uint32"))
-        return T.cast(T.if_then_else(T.isnan(value), u32(255), code), "uint8")
+        code = choose(value <= f32(0), u32(0), exponent + T.cast(up, "uint32"))
+        return T.cast(choose(is_nan(value), u32(255), code), "uint8")
     if dtype.mantissa == 0:  # neighbours are powers of two, and a tie goes to the even exponent
         scaled = bits_of(magnitude * f32(2.0 ** (dtype.bias - 127)))
         exponent, fraction = scaled >> u32(23), scaled & u32(0x7FFFFF)
         up = (fraction > u32(0x400000)) | ((fraction == u32(0x400000)) & ((exponent & u32(1)) == u32(1)))
         first = T.cast(magnitude > f32(dtype.quantum / 2), "uint32")
-        code = T.if_then_else(exponent == u32(0), first, exponent + T.cast(up, "uint32"))
+        code = choose(exponent == u32(0), first, exponent + T.cast(up, "uint32"))
     else:
         # Round to a multiple of the binade's quantum, then read the code off the float32 that decoding starts from.
         exponent = T.max(T.cast(bits_of(magnitude) >> u32(23), "int32"), i32(128 - dtype.bias))
@@ -129,7 +156,7 @@ def encode(dtype: DType, value: tirx.Expr) -> tirx.Expr:
         code = bits_of(rounded * f32(2.0 ** (dtype.bias - 127))) >> u32(23 - dtype.mantissa)
     sign = (bits >> u32(31)) << u32(dtype.bits - 1)
     nan = u32(dtype.nan_code or 0)
-    return T.cast(T.if_then_else(T.isnan(value), nan, code | sign), "uint8")
+    return T.cast(choose(is_nan(value), nan, code | sign), "uint8")
 
 
 def storage(dtype: DType) -> str:
@@ -159,7 +186,7 @@ def round_bf16(value: tirx.Expr) -> tirx.Expr:
     """A float32 rounded to bfloat16's values, on its bits: TVM drops a pair of casts to bfloat16 and back."""
     bits = bits_of(value)
     rounded = (bits + u32(0x7FFF) + ((bits >> u32(16)) & u32(1))) & u32(0xFFFF0000)
-    return T.if_then_else(T.isnan(value), value, float_of(rounded))
+    return choose(is_nan(value), value, float_of(rounded))
 
 
 # ---- equations ---------------------------------------------------------------------------------------------------
@@ -207,19 +234,19 @@ def divide(a: tirx.Expr, b: tirx.Expr) -> tirx.Expr:
     """Real division with 0/0 = 0."""
     if isinstance(b, tirx.FloatImm) and b.value != 0:
         return a / b
-    return T.if_then_else((a == f32(0)) & (b == f32(0)), f32(0), a / b)
+    return choose((a == f32(0)) & (b == f32(0)), f32(0), a / b)
 
 
 def whole_log2(rounding: str, value: tirx.Expr) -> tirx.Expr:
     """The "floor" or "ceil" of log2(value), read off the exponent: exact, as a rounded log2 next to a power of two is
     not."""
     tiny = value < f32(2.0**-126)  # subnormal
-    bits = bits_of(T.if_then_else(tiny, value * f32(2.0**64), value))
-    exponent = T.cast(bits >> u32(23), "int32") - T.if_then_else(tiny, i32(127 + 64), i32(127))
+    bits = bits_of(choose(tiny, value * f32(2.0**64), value))
+    exponent = T.cast(bits >> u32(23), "int32") - choose(tiny, i32(127 + 64), i32(127))
     if rounding == "ceil":
         exponent = exponent + T.cast((bits & u32(0x7FFFFF)) != u32(0), "int32")
     regular = (value > f32(0)) & (value < f32(float("inf")))
-    return T.if_then_else(regular, T.cast(exponent, "float32"), T.log2(value))
+    return choose(regular, T.cast(exponent, "float32"), T.log2(value))
 
 
 def _sigmoid(x: tirx.Expr) -> tirx.Expr:

@@ -1,0 +1,163 @@
+"""How a scheme meets the multipliers of a CPU: which unit multiplies, and what it sees of a code and of x.
+
+A unit is a dot product in every 32-bit lane of a vector, of `depth` neighbouring inputs:
+
+    f32    1 float32 by float32                    fused multiply-add
+    bf16   2 bfloat16 by bfloat16 into a float32    vdpbf16ps, tdpbf16ps
+    i16    2 int16 by int16 into an int32           vpmaddwd
+    u8     4 uint8 by int8 into an int32            vpdpbusd, tdpbsud
+
+Neighbouring lanes are neighbouring output features, so that a vector of codes needs no shuffle to become operands, and
+one number of x serves all lanes.  Nothing here builds code.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from qdsl.dtype import DType, dtype
+from qdsl.expr import Ref, interval
+from qdsl.layout import Axis, Digit, Lane, Layout, Run
+from qdsl.split import Split, ranges
+
+if TYPE_CHECKING:
+    from qdsl.codegen.target import Target
+    from qdsl.scheme import Scheme
+
+LANES = 16
+FEATURES = 2 * LANES  # of a block, whose codes lie in one stream: two vectors hide the latency of the products
+DEPTH = {"f32": 1, "bf16": 2, "i16": 2, "u8": 4}
+
+
+@dataclass(frozen=True)
+class Blocked:
+    """The SIMD kernels' view of a scheme.
+
+    unit     what multiplies
+    planes   numbers of the unit whose sum is a number of x: a float16 is the sum of two bfloat16, a float32 of three
+    decode   how codes become operands: "shift" (they are operands), "look up" (a table of 16), "number" (converted)
+    values   what operands stand for, by bit pattern of the code
+    offset   by which an operand is above what its code stands for (whole; "shift" alone)
+    zero     the tensor of whole numbers that is taken off the codes of a group, after their sum
+    step     inputs of a group; None: one group
+    tiles    whether the unit also multiplies tiles of 16 by 16
+    """
+
+    code: str
+    bits: int
+    unit: str
+    planes: int
+    decode: str
+    values: tuple[float, ...]
+    offset: int
+    zero: str | None
+    step: int | None
+    tiles: bool
+
+    @property
+    def depth(self) -> int:
+        return DEPTH[self.unit]
+
+    @property
+    def inputs(self) -> int:
+        """Inputs whose codes share a word."""
+        return 32 // self.bits
+
+    @property
+    def whole(self) -> bool:
+        """Whether sums are of integers."""
+        return self.unit in ("u8", "i16")
+
+    @property
+    def tile_inputs(self) -> int:
+        """Inputs of one tile: 64 bytes of x, or as many as divide a group."""
+        most = 16 * self.depth
+        return math.gcd(self.step, most) if self.step else most
+
+    @property
+    def excess(self) -> float:
+        """The largest number that a code has too much until its group is corrected."""
+        return float(max(map(abs, self.values))) if self.zero and not self.whole else 0.0
+
+    def __str__(self) -> str:
+        about = f"{self.unit} of {self.depth} inputs a lane{', tiles' if self.tiles else ''}; codes by {self.decode}"
+        about += f"; x in {self.planes} planes" if self.planes > 1 else ""
+        about += f"; {self.offset} above" if self.offset else ""
+        about += f"; less {self.zero} after the sum" if self.zero else ""
+        return f"{about}; {f'groups of {self.step} along k' if self.step else 'one group along k'}"
+
+
+def blocked(
+    scheme: Scheme, weight: Split, x: Split, target: Target, step: int | None, core: tuple[str, np.ndarray] | None
+) -> Blocked | None:
+    """The view of a scheme; None where the portable loop nest serves it.
+
+    step   inputs after which partial sums are scaled; None: once
+    core   (the tensor that is taken off the codes or "", what codes stand for without it, by bit pattern)
+    """
+    code = scheme.code
+    bits = code.dtype.bits
+    if "avx2" not in target.units or core is None or bits not in (1, 2, 4, 8) or len(code.index) != 2:
+        return None
+    if scheme.output.half or weight.gathered or x.gathered or (step and step % (32 // bits)):
+        return None
+    zero, values = core
+    activation = scheme.activation()
+    of_x = interval(x.core, ranges({t.name: t for t in activation.operand.tensors})) if activation else None
+    if scheme.compute.accumulator.is_float:
+        operand = scheme.compute.operand
+        values = operand.round(values) if operand.bits >= 16 else values
+        decode = "look up" if bits <= 4 else "number" if _numbers(code.dtype, values) else None
+        if of_x is not None and x.core != Ref("x") and of_x.fits(dtype("bf16")):
+            planes = 1
+        else:
+            planes = {"bf16": 1, "f16": 2}.get(scheme.output.dtype.name if activation is None else "f32", 3)
+        narrow = "bf16" in target.units and _all_fit(values, dtype("bf16")) and (planes < 3 or "amx" in target.units)
+        unit = "bf16" if narrow else "f32"
+        offset = 0
+    else:
+        unit, planes = ("u8" if "vnni" in target.units else "i16"), 1
+        if of_x is None or not of_x.fits(dtype("i8")):
+            return None
+        offset = -int(values.min())
+        decode = "shift" if _patterns(values + offset, bits) else None
+    if decode is None:
+        return None
+    found = tuple(float(v) for v in values + offset)
+    view = Blocked(
+        code.name, bits, unit, planes if unit == "bf16" else 1, decode, found, offset, zero or None, step,
+        "amx" in target.units and unit in ("bf16", "u8"),
+    )  # fmt: skip
+    words = max(view.inputs, LANES)
+    return replace(view, tiles=False) if view.tile_inputs % words else view
+
+
+def _numbers(code: DType, values: np.ndarray) -> bool:
+    """Whether values are the codes' own, less one number for all."""
+    less = code.decode(np.arange(1 << code.bits)) - values
+    return bool((np.isnan(values) | (less == less[0]) | np.isnan(less)).all())
+
+
+def _patterns(values: np.ndarray, bits: int) -> bool:
+    """Whether whole numbers are the bit patterns, or these with their top bit flipped."""
+    pattern = np.arange(1 << bits)
+    return bool((values == pattern).all() or (values == pattern ^ (1 << (bits - 1))).all())
+
+
+def _all_fit(values: np.ndarray, kind: DType) -> bool:
+    return bool(np.array_equal(kind.round(values), values, equal_nan=True))
+
+
+def codes(bits: int, depth: int) -> Layout:
+    """Words of a lane (feature u, v) with the codes of 32 / bits inputs: those of one operand (p) a part of the word apart,
+    so that a shift and a mask, or a look-up, make the operands q of all lanes at once."""
+    operands = 32 // (bits * depth)
+    dims = (
+        (Digit("o"), Digit("u", 2), Digit("v", LANES)),
+        (Digit("i"), Digit("q", operands), Digit("p", depth)),
+    )
+    return Layout(dims, (Axis(("o",)), Axis(("i",)), Axis(("u", "v"), (Run((Lane("p"), Lane("q"))),))), bits, 32)

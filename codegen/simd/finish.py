@@ -1,0 +1,95 @@
+"""After the sums of a group: scales and corrections, then the output's equation, a vector of features at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from qdsl.codegen.function import store
+from qdsl.codegen.portable import factor, finished, first, inside, times
+from qdsl.codegen.simd.blocked import FEATURES
+from qdsl.codegen.simd.state import State, for_features, local
+from qdsl.codegen.tir import as_float, encode, i64
+
+Of = Callable[[tirx.Expr], tirx.Expr]  # the value of a feature of the block
+
+
+class Group:
+    """What a block's features have in common for a group of inputs: what their sums are multiplied by, what is added for
+    each x, and the sums of their codes.
+
+    start, end   its inputs
+    ones         the sums of the operands, if they are needed
+    """
+
+    def __init__(self, s: State, block: tirx.Expr, start: tirx.Expr, end: tirx.Expr, ones: Of | None):
+        self.s, self.start, self.count = s, start, end - start
+        weight, b = s.plan.weight, s.blocked
+        scale, correction = first(weight.fold, weight.promote), weight.correction
+        self.scale = local((FEATURES,), "float32") if scale is not None else None
+        self.correction = local((FEATURES,), "float32") if correction is not None or b.zero else None
+        self.weights = local((FEATURES,), "float32") if ones is not None else None
+
+        def at(v: tirx.Expr) -> dict[str, tirx.Expr]:
+            n = block * i64(FEATURES) + v
+            return {"n": inside(n, s.own.sizes["n"]), "k": start, "padded": n}
+
+        def corrected(v: tirx.Expr) -> tirx.Expr:
+            total = factor(s, correction, at(v))
+            if b.zero:  # what is laid out in blocks holds zeros beyond n
+                zero = as_float(s.own.element(b.zero, {**at(v), "n": at(v)["padded"]}))
+                zero = times(zero, self.scale[v] if self.scale is not None else None)
+                total = -zero if total is None else total - zero
+            return total
+
+        def weighed(v: tirx.Expr) -> tirx.Expr:
+            return as_float(ones(v) - T.cast(self.count, "int32") * tirx.const(b.offset, "int32") if b.offset else ones(v))
+
+        if self.scale is not None:
+            for_features(lambda v: store(self.scale, factor(s, scale, at(v)), v))
+        if self.correction is not None:
+            for_features(lambda v: store(self.correction, corrected(v), v))
+        if self.weights is not None:
+            for_features(lambda v: store(self.weights, weighed(v), v))
+
+    def promote(self, token: tirx.Expr, group: tirx.Expr, part: Of, acc: tirx.Buffer, *row) -> None:
+        """acc[row] += Σ (xc·gx + cx)(wc·gw + cw) over the group, from the group's four sums."""
+        s, b, activation = self.s, self.s.blocked, self.s.plan.activation
+        token = inside(token, s.own.sizes["m"])
+        at = {"m": token, "k": self.start}
+        gx, cx = factor(s, first(activation.fold, activation.promote), at), factor(s, activation.correction, at)
+        x_sum = s.sums[token, group] if s.sums is not None else None
+
+        def total(v: tirx.Expr) -> tirx.Expr:
+            gw = self.scale[v] if self.scale is not None else None
+            value = part(v)
+            if b.offset:
+                value = value - x_sum * tirx.const(b.offset, "int32")
+            value = times(as_float(value), gx, gw)
+            if self.correction is not None:
+                value = value + times(as_float(x_sum), gx, self.correction[v])
+            if cx is not None:
+                value = value + times(self.weights[v], gw, cx)
+            if self.correction is not None and cx is not None:
+                value = value + times(T.cast(self.count, "float32"), self.correction[v], cx)
+            return acc[(*row, v)] + value
+
+        for_features(lambda v: store(acc, total(v), *row, v))
+
+
+def output(s: State, token: tirx.Expr, block: tirx.Expr, acc: Of) -> None:
+    """y of a token for the features of a block, which may end before the block does."""
+    y = s.own.buffers["y"]
+    n = block * i64(FEATURES)
+
+    def put(v: tirx.Expr) -> None:
+        value = finished(s, acc(v), token, n + v)
+        store(y, encode(s.plan.scheme.output.dtype, value), token, n + v)
+
+    with T.If(n + i64(FEATURES) <= y.shape[1]):
+        with T.Then():
+            for_features(put)
+        with T.Else(), T.serial(i64(0), y.shape[1] - n) as v:
+            put(v)

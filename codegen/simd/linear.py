@@ -1,0 +1,64 @@
+"""The SIMD kernels of y = x wᵀ: x becomes operands once, then every block of features is a piece of work."""
+
+from __future__ import annotations
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from qdsl.codegen.function import open_function
+from qdsl.codegen.plan import Plan
+from qdsl.codegen.simd import decode, inputs, panel, primitives, rows, tiles
+from qdsl.codegen.simd.blocked import FEATURES, LANES
+from qdsl.codegen.simd.state import State, ceil_div
+from qdsl.codegen.tir import i64
+
+
+def lower(plan: Plan) -> dict[str, tirx.PrimFunc]:
+    """The kernels that the plan's variants call."""
+    steps = {s.function: s.args for v in plan.variants for s in v.steps}
+    return {name: _linear(plan, name, args) for name, args in steps.items() if name.startswith("linear_")}
+
+
+def _linear(plan: Plan, name: str, args: tuple[str, ...]) -> tirx.PrimFunc:
+    b, code = plan.blocked, plan.scheme.code.dtype
+    by_tiles = name == "linear_tiles"
+    with open_function(plan, name, args) as (builder, own):
+        width = 512 if "avx512" in plan.target.units else 256
+        pairs = code if decode.pairs_of_floats(b, code) else None
+        rows_of_b = b.tile_inputs // b.depth if by_tiles else None
+        with primitives.imported(b.unit, width, b.decode == "look up", rows_of_b, pairs):
+            k, m = own.sizes["k"], own.sizes["m"]
+            s = State(plan, b, own, by_tiles)
+            together = 2 * LANES if by_tiles else panel.at_once(s) if name == "linear_panel" else rows.at_once(s)[-1]
+            s.tokens = ceil_div(m, together) * i64(together)
+            s.padded = ceil_div(k, s.multiple) * i64(s.multiple)
+            inputs.allocate(s)
+            inputs.fill(s)
+            blocks = ceil_div(own.buffers["y"].shape[1], FEATURES)
+            if by_tiles:
+                _by_tiles(s, blocks)
+            else:
+                with T.parallel(i64(0), blocks) as block:
+                    (panel if name == "linear_panel" else rows).block_of(s, block)
+    return builder.get()
+
+
+def _by_tiles(s: State, blocks: tirx.Expr) -> None:
+    m = s.own.sizes["m"]
+
+    def few(tokens: int) -> None:
+        with T.parallel(i64(0), blocks) as block:
+            tiles.few(s, block, tokens)
+
+    with T.If(m <= i64(LANES)):
+        with T.Then():
+            few(LANES)
+        with T.Else(), T.If(m <= i64(2 * LANES)):
+            with T.Then():
+                few(2 * LANES)
+            with T.Else():
+                count, most = tiles.chunks(s)
+                pairs = T.floordiv(s.tokens, i64(2 * LANES))
+                with T.parallel(i64(0), count * blocks) as i:
+                    first = T.floordiv(i, blocks) * most
+                    tiles.many(s, T.floormod(i, blocks), first, T.min(most, pairs - first), most)

@@ -1,0 +1,281 @@
+"""Instructions that TensorIR has no words for, as functions in LLVM's own language, which TVM links in and inlines.
+
+All vectors are of 16 lanes of 32 bits, whatever lies in a lane; LLVM makes two or four of one where registers are shorter.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from qdsl.dtype import DType
+
+LANES = 16
+INT, FLOAT = "int32x16", "float32x16"
+
+_SPREAD = """
+define linkonce_odr <16 x i32> @qdsl_spread(ptr %at) alwaysinline {
+  %value = load i32, ptr %at, align 1
+  %first = insertelement <16 x i32> poison, i32 %value, i64 0
+  %all = shufflevector <16 x i32> %first, <16 x i32> poison, <16 x i32> zeroinitializer
+  ret <16 x i32> %all
+}
+"""
+
+_PREFETCH = """
+declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
+define linkonce_odr void @qdsl_prefetch(ptr %at) alwaysinline {
+  call void @llvm.prefetch.p0(ptr %at, i32 0, i32 3, i32 1)
+  ret void
+}
+"""
+
+_DOTS = {
+    "f32": """
+declare <16 x float> @llvm.fma.v16f32(<16 x float>, <16 x float>, <16 x float>)
+define linkonce_odr <16 x float> @qdsl_dot(<16 x float> %sum, <16 x i32> %w, ptr %at) alwaysinline {
+  %spread = call <16 x i32> @qdsl_spread(ptr %at)
+  %x = bitcast <16 x i32> %spread to <16 x float>
+  %v = bitcast <16 x i32> %w to <16 x float>
+  %r = call <16 x float> @llvm.fma.v16f32(<16 x float> %v, <16 x float> %x, <16 x float> %sum)
+  ret <16 x float> %r
+}
+""",
+    "bf16": """
+declare <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float>, <32 x bfloat>, <32 x bfloat>)
+define linkonce_odr <16 x float> @qdsl_dot(<16 x float> %sum, <16 x i32> %w, ptr %at) alwaysinline {
+  %spread = call <16 x i32> @qdsl_spread(ptr %at)
+  %x = bitcast <16 x i32> %spread to <32 x bfloat>
+  %v = bitcast <16 x i32> %w to <32 x bfloat>
+  %r = call <16 x float> @llvm.x86.avx512bf16.dpbf16ps.512(<16 x float> %sum, <32 x bfloat> %v, <32 x bfloat> %x)
+  ret <16 x float> %r
+}
+""",
+    "u8": """
+declare <16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32>, <64 x i8>, <64 x i8>)
+define linkonce_odr <16 x i32> @qdsl_dot(<16 x i32> %sum, <16 x i32> %w, ptr %at) alwaysinline {
+  %spread = call <16 x i32> @qdsl_spread(ptr %at)
+  %x = bitcast <16 x i32> %spread to <64 x i8>
+  %v = bitcast <16 x i32> %w to <64 x i8>
+  %r = call <16 x i32> @llvm.x86.avx512.vpdpbusd.512(<16 x i32> %sum, <64 x i8> %v, <64 x i8> %x)
+  ret <16 x i32> %r
+}
+""",
+    "i16 512": """
+declare <16 x i32> @llvm.x86.avx512.pmaddw.d.512(<32 x i16>, <32 x i16>)
+define linkonce_odr <16 x i32> @qdsl_dot(<16 x i32> %sum, <16 x i32> %w, ptr %at) alwaysinline {
+  %spread = call <16 x i32> @qdsl_spread(ptr %at)
+  %x = bitcast <16 x i32> %spread to <32 x i16>
+  %v = bitcast <16 x i32> %w to <32 x i16>
+  %p = call <16 x i32> @llvm.x86.avx512.pmaddw.d.512(<32 x i16> %v, <32 x i16> %x)
+  %r = add <16 x i32> %sum, %p
+  ret <16 x i32> %r
+}
+""",
+    "i16 256": """
+declare <8 x i32> @llvm.x86.avx2.pmadd.wd(<16 x i16>, <16 x i16>)
+define linkonce_odr <16 x i32> @qdsl_dot(<16 x i32> %sum, <16 x i32> %w, ptr %at) alwaysinline {
+  %spread = call <16 x i32> @qdsl_spread(ptr %at)
+  %half = shufflevector <16 x i32> %spread, <16 x i32> poison, <8 x i32> <i32 0, i32 1, i32 2, i32 3, i32 4, i32 5, i32 6, i32 7>
+  %x = bitcast <8 x i32> %half to <16 x i16>
+  %w0 = shufflevector <16 x i32> %w, <16 x i32> poison, <8 x i32> <i32 0, i32 1, i32 2, i32 3, i32 4, i32 5, i32 6, i32 7>
+  %w1 = shufflevector <16 x i32> %w, <16 x i32> poison, <8 x i32> <i32 8, i32 9, i32 10, i32 11, i32 12, i32 13, i32 14, i32 15>
+  %v0 = bitcast <8 x i32> %w0 to <16 x i16>
+  %v1 = bitcast <8 x i32> %w1 to <16 x i16>
+  %p0 = call <8 x i32> @llvm.x86.avx2.pmadd.wd(<16 x i16> %v0, <16 x i16> %x)
+  %p1 = call <8 x i32> @llvm.x86.avx2.pmadd.wd(<16 x i16> %v1, <16 x i16> %x)
+  %p = shufflevector <8 x i32> %p0, <8 x i32> %p1, <16 x i32> <i32 0, i32 1, i32 2, i32 3, i32 4, i32 5, i32 6, i32 7, i32 8, i32 9, i32 10, i32 11, i32 12, i32 13, i32 14, i32 15>
+  %r = add <16 x i32> %sum, %p
+  ret <16 x i32> %r
+}
+""",
+}
+
+# `vpermw` and `vpermps` look at the low 5 and 4 bits of an index alone.
+_LOOK_UP = {
+    "bf16": """
+declare <32 x i16> @llvm.x86.avx512.permvar.hi.512(<32 x i16>, <32 x i16>)
+define linkonce_odr <16 x i32> @qdsl_look_up(<16 x i32> %table, <16 x i32> %at) alwaysinline {
+  %t = bitcast <16 x i32> %table to <32 x i16>
+  %i = bitcast <16 x i32> %at to <32 x i16>
+  %r = call <32 x i16> @llvm.x86.avx512.permvar.hi.512(<32 x i16> %t, <32 x i16> %i)
+  %v = bitcast <32 x i16> %r to <16 x i32>
+  ret <16 x i32> %v
+}
+""",
+    "f32 512": """
+declare <16 x i32> @llvm.x86.avx512.permvar.si.512(<16 x i32>, <16 x i32>)
+define linkonce_odr <16 x i32> @qdsl_look_up(<16 x i32> %table, <16 x i32> %at) alwaysinline {
+  %r = call <16 x i32> @llvm.x86.avx512.permvar.si.512(<16 x i32> %table, <16 x i32> %at)
+  ret <16 x i32> %r
+}
+""",
+    "f32 256": """
+declare <8 x i32> @llvm.x86.avx2.permd(<8 x i32>, <8 x i32>)
+define linkonce_odr <8 x i32> @qdsl_look_up_8(<8 x i32> %low, <8 x i32> %high, <8 x i32> %at) alwaysinline {
+  %a = call <8 x i32> @llvm.x86.avx2.permd(<8 x i32> %low, <8 x i32> %at)
+  %b = call <8 x i32> @llvm.x86.avx2.permd(<8 x i32> %high, <8 x i32> %at)
+  %bit = and <8 x i32> %at, splat (i32 8)
+  %upper = icmp ne <8 x i32> %bit, zeroinitializer
+  %r = select <8 x i1> %upper, <8 x i32> %b, <8 x i32> %a
+  ret <8 x i32> %r
+}
+define linkonce_odr <16 x i32> @qdsl_look_up(<16 x i32> %table, <16 x i32> %at) alwaysinline {
+  %low = shufflevector <16 x i32> %table, <16 x i32> poison, <8 x i32> <i32 0, i32 1, i32 2, i32 3, i32 4, i32 5, i32 6, i32 7>
+  %high = shufflevector <16 x i32> %table, <16 x i32> poison, <8 x i32> <i32 8, i32 9, i32 10, i32 11, i32 12, i32 13, i32 14, i32 15>
+  %i0 = shufflevector <16 x i32> %at, <16 x i32> poison, <8 x i32> <i32 0, i32 1, i32 2, i32 3, i32 4, i32 5, i32 6, i32 7>
+  %i1 = shufflevector <16 x i32> %at, <16 x i32> poison, <8 x i32> <i32 8, i32 9, i32 10, i32 11, i32 12, i32 13, i32 14, i32 15>
+  %r0 = call <8 x i32> @qdsl_look_up_8(<8 x i32> %low, <8 x i32> %high, <8 x i32> %i0)
+  %r1 = call <8 x i32> @qdsl_look_up_8(<8 x i32> %low, <8 x i32> %high, <8 x i32> %i1)
+  %r = shufflevector <8 x i32> %r0, <8 x i32> %r1, <16 x i32> <i32 0, i32 1, i32 2, i32 3, i32 4, i32 5, i32 6, i32 7, i32 8, i32 9, i32 10, i32 11, i32 12, i32 13, i32 14, i32 15>
+  ret <16 x i32> %r
+}
+""",
+}
+
+
+
+def small_float(kind: DType) -> str:
+    """Pairs of codes of at most 8 bits, in the low bytes of 16-bit halves, as bfloat16: normal numbers by moving exponent and
+    mantissa to their place and adding the difference of the biases; subnormal ones are looked up, since the units that
+    multiply bfloat16 take its own subnormals for zeros, by mantissa and the low bits of the exponent, which are zero."""
+    normal, bias = 7 - kind.mantissa, (127 - kind.bias) << 7
+    magnitude, sign = kind.mask >> 1, 1 << (kind.bits - 1)
+    values = np.array([kind.decode(np.array([i % (1 << kind.mantissa)]))[0] for i in range(32)], np.float32)
+    entries = ", ".join(f"i16 {v}" for v in (values.view(np.uint32) >> 16).tolist())
+    first = {"nan": magnitude, "ieee": ((1 << kind.exponent) - 1) << kind.mantissa}.get(kind.special)
+    special = (
+        f"""
+  %large = icmp uge <32 x i16> %m, splat (i16 {first})
+  %top = or <32 x i16> %n, splat (i16 {0x7F80})
+  %f = select <32 x i1> %large, <32 x i16> %top, <32 x i16> %v"""
+        if first
+        else "\n  %f = or <32 x i16> %v, zeroinitializer"
+    )
+    return f"""
+declare <32 x i16> @llvm.x86.avx512.permvar.hi.512(<32 x i16>, <32 x i16>)
+define linkonce_odr <16 x i32> @qdsl_small_float(<16 x i32> %codes) alwaysinline {{
+  %c = bitcast <16 x i32> %codes to <32 x i16>
+  %m = and <32 x i16> %c, splat (i16 {magnitude})
+  %moved = shl <32 x i16> %m, splat (i16 {normal})
+  %n = add <32 x i16> %moved, splat (i16 {bias})
+  %low = call <32 x i16> @llvm.x86.avx512.permvar.hi.512(<32 x i16> <{entries}>, <32 x i16> %c)
+  %subnormal = icmp ult <32 x i16> %m, splat (i16 {1 << kind.mantissa})
+  %v = select <32 x i1> %subnormal, <32 x i16> %low, <32 x i16> %n{special}
+  %s = and <32 x i16> %c, splat (i16 {sign})
+  %signs = shl <32 x i16> %s, splat (i16 {16 - kind.bits})
+  %r = or <32 x i16> %f, %signs
+  %words = bitcast <32 x i16> %r to <16 x i32>
+  ret <16 x i32> %words
+}}
+"""
+
+
+_TILE_PRODUCT = {"bf16": "tdpbf16ps", "u8": "tdpbsud"}  # x, signed, is the first operand; the weight, unsigned, the second
+
+
+def _tiles(unit: str, rows_of_b: int) -> str:
+    """Tiles 0 to 3 hold sums, 4 and 5 rows of x, 6 and 7 weights; all 16 rows of 64 bytes, but for inputs along k: a row
+    of x has 4 * rows_of_b bytes."""
+    shape = [(16, 64)] * 4 + [(16, 4 * rows_of_b)] * 2 + [(rows_of_b, 64)] * 2
+    config = bytearray(64)
+    config[0] = 1
+    for at, (rows, width) in enumerate(shape):
+        config[16 + 2 * at] = width
+        config[48 + at] = rows
+    held = ", ".join(f"i8 {b}" for b in config)
+    text = [
+        "declare void @llvm.x86.ldtilecfg(ptr)",
+        "declare void @llvm.x86.tilerelease()",
+        "declare void @llvm.x86.tilezero(i8)",
+        "declare void @llvm.x86.tileloadd64(i8, ptr, i64)",
+        "declare void @llvm.x86.tilestored64(i8, ptr, i64)",
+        f"declare void @llvm.x86.{_TILE_PRODUCT[unit]}(i8, i8, i8)",
+        f"@qdsl_tile_shapes = linkonce_odr constant [64 x i8] [{held}], align 64",
+        "define linkonce_odr void @qdsl_tiles_open() alwaysinline {",
+        "  call void @llvm.x86.ldtilecfg(ptr @qdsl_tile_shapes)",
+        "  ret void\n}",
+        "define linkonce_odr void @qdsl_tiles_close() alwaysinline {",
+        "  call void @llvm.x86.tilerelease()",
+        "  ret void\n}",
+    ]
+    for t in range(8):
+        text += [
+            f"define linkonce_odr void @qdsl_tile_load_{t}(ptr %at, i64 %stride) alwaysinline {{",
+            f"  call void @llvm.x86.tileloadd64(i8 {t}, ptr %at, i64 %stride)",
+            "  ret void\n}",
+        ]
+    for t in range(4):
+        text += [
+            f"define linkonce_odr void @qdsl_tile_zero_{t}() alwaysinline {{",
+            f"  call void @llvm.x86.tilezero(i8 {t})",
+            "  ret void\n}",
+            f"define linkonce_odr void @qdsl_tile_store_{t}(ptr %at, i64 %stride) alwaysinline {{",
+            f"  call void @llvm.x86.tilestored64(i8 {t}, ptr %at, i64 %stride)",
+            "  ret void\n}",
+            f"define linkonce_odr void @qdsl_tile_product_{t}() alwaysinline {{",
+            f"  call void @llvm.x86.{_TILE_PRODUCT[unit]}(i8 {t}, i8 {4 + t // 2}, i8 {6 + t % 2})",
+            "  ret void\n}",
+        ]
+    return "\n".join(text) + "\n"
+
+
+@contextmanager
+def imported(
+    unit: str, width: int, look_up: bool, rows_of_b: int | None, code: DType | None = None
+) -> Iterator[None]:
+    """Inside, the functions below are known.
+
+    unit       "f32", "bf16", "u8" or "i16"
+    width      bits of a vector register
+    look_up    whether codes are looked up in a table
+    rows_of_b  of a tile of weights; None: there are no tiles
+    code       whose pairs become bfloat16, if any do
+    """
+    wide = {"bf16": "bf16", "u8": "u8"}
+    text = _SPREAD + _PREFETCH + _DOTS["f32" if unit == "f32" else wide.get(unit) or f"{unit} {width}"]
+    if look_up:
+        text += _LOOK_UP[wide.get(unit) or f"{unit} {width}"]
+    if code is not None:
+        text += small_float(code)
+    if rows_of_b:
+        text += _tiles(unit, rows_of_b)
+    with T.attr(tirx.const(0, "int32"), "pragma_import_llvm", text):
+        yield
+
+
+def dot(sums: tirx.Expr, weights: tirx.Expr, at: tirx.Expr) -> tirx.Expr:
+    """sums + the products of each lane's weights and the inputs at an address, which all lanes share."""
+    kind = FLOAT if "float" in str(sums.ty.dtype) else INT
+    return T.call_extern(kind, "qdsl_dot", sums, weights, at)
+
+
+def look_up(table: tirx.Expr, at: tirx.Expr) -> tirx.Expr:
+    """Entries of a table that is one vector."""
+    return T.call_pure_extern(INT, "qdsl_look_up", table, at)
+
+
+def widened(codes: tirx.Expr) -> tirx.Expr:
+    """Pairs of small floats, a code in each half, as bfloat16."""
+    return T.call_pure_extern(INT, "qdsl_small_float", codes)
+
+
+def prefetch(at: tirx.Expr) -> None:
+    T.evaluate(T.call_extern("void", "qdsl_prefetch", at))
+
+
+def call(name: str, *args) -> None:
+    T.evaluate(T.call_extern("void", f"qdsl_{name}", *args))
+
+
+def splat(value: tirx.Expr) -> tirx.Expr:
+    return tirx.Broadcast(value, LANES)
+
+
+def bits(value: tirx.Expr) -> tirx.Expr:
+    """A vector as lanes of int32."""
+    return T.reinterpret(INT, value)

@@ -1,0 +1,111 @@
+"""What the parts of one SIMD kernel share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from qdsl.codegen.function import Parameters
+from qdsl.codegen.plan import Plan
+from qdsl.codegen.simd.blocked import FEATURES, LANES, Blocked
+from qdsl.codegen.tir import i64
+
+HALVES = FEATURES // LANES
+
+
+def ceil_div(a: tirx.Expr, b: tirx.Expr | int) -> tirx.Expr:
+    return T.floordiv(a + i64(b - 1), i64(b)) if isinstance(b, int) else T.floordiv(a + b - i64(1), b)
+
+
+def ramp(start: tirx.Expr | int) -> tirx.Expr:
+    return tirx.Ramp(i64(start) if isinstance(start, int) else start, i64(1), LANES)
+
+
+@dataclass
+class State:
+    """plan, blocked    what is compiled
+    own              parameters of the function
+    by_tiles         whether tiles multiply
+    tokens           those of x, rounded up to what is worked on at once
+    padded           inputs, rounded up likewise
+    x                the inputs as operands: [tokens, planes, inputs], or tile by tile
+    sums             of x over each group, [tokens, groups], where weights are corrected by them
+    ones             an input of all ones, where sums of weights are needed
+    """
+
+    plan: Plan
+    blocked: Blocked
+    own: Parameters
+    by_tiles: bool
+    tokens: tirx.Expr | None = None
+    padded: tirx.Expr | None = None
+    x: tirx.Buffer | None = None
+    sums: tirx.Buffer | None = None
+    ones: tirx.Buffer | None = None
+
+    @property
+    def multiple(self) -> int:
+        """Of inputs."""
+        return max(self.blocked.tile_inputs if self.by_tiles else 1, self.blocked.inputs, LANES)
+
+    @property
+    def kind(self) -> str:
+        """Of partial sums."""
+        return "int32" if self.blocked.whole else "float32"
+
+    @property
+    def corrected(self) -> bool:
+        """Whether sums of x are needed."""
+        b = self.blocked
+        return bool(b.offset or b.zero or self.plan.weight.correction is not None)
+
+    @property
+    def weighed(self) -> bool:
+        """Whether sums of weights are needed."""
+        return self.plan.activation.correction is not None
+
+    @property
+    def step(self) -> tirx.Expr:
+        return i64(self.blocked.step) if self.blocked.step else self.own.sizes["k"]
+
+    @property
+    def groups(self) -> tirx.Expr:
+        return ceil_div(self.own.sizes["k"], self.blocked.step) if self.blocked.step else i64(1)
+
+    def place(self, row: tirx.Expr, plane: int, k: tirx.Expr, v: tirx.Expr | int = 0) -> tuple[tirx.Expr, ...]:
+        """Where x has input k + v of a token; v is less than a vector has lanes, which k is a multiple of."""
+        if not self.by_tiles:
+            return row, i64(plane), k + v
+        tile, token = i64(self.blocked.tile_inputs), i64(LANES)
+        pair, of_pair = T.floordiv(row, i64(2 * LANES)), T.floormod(T.floordiv(row, token), i64(2))
+        return (
+            pair, T.floordiv(k, tile), i64(plane), of_pair, T.floormod(row, token), T.floormod(k, tile) + v
+        )  # fmt: skip
+
+    def operand(self, row: tirx.Expr, plane: int, k: tirx.Expr) -> tirx.Expr:
+        """The address of the operand that begins with input k."""
+        return T.address_of(self.x[row, i64(plane), k])
+
+    def one(self, k: tirx.Expr) -> tirx.Expr:
+        """The same of the input of all ones."""
+        return T.address_of(self.ones[k])
+
+
+def local(shape: tuple[int, ...], dtype: str) -> tirx.Buffer:
+    """Registers, or the stack: what TVM calls local on a CPU it takes from the heap."""
+    return T.alloc_buffer(shape, dtype, scope="global")
+
+
+def for_lanes(body: Callable[[tirx.Expr], None]) -> None:
+    with T.vectorized(i64(0), i64(LANES)) as v:
+        body(v)
+
+
+def for_features(body: Callable[[tirx.Expr], None]) -> None:
+    """All of a block, a vector at a time."""
+    for u in range(HALVES):
+        with T.vectorized(i64(0), i64(LANES)) as v:
+            body(v + i64(u * LANES))
