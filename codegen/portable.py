@@ -215,8 +215,8 @@ def _epilogue(s: _Linear, row: tirx.Expr, feature: tirx.Expr, sums: list[tirx.Bu
             def total(part: int) -> tirx.Expr:
                 n = at["n"] + i64(part) * width if part else at["n"]
                 value = sums[part][r, v]
-                for factor in (plan.activation.epilogue, plan.weight.epilogue):
-                    value = times(value, factor(s, factor, {"m": at["m"], "n": n, "padded": n}))
+                for outer in (plan.activation.epilogue, plan.weight.epilogue):
+                    value = times(value, factor(s, outer, {"m": at["m"], "n": n, "padded": n}))
                 return value
 
             def look(e: Expr) -> tirx.Expr:

@@ -138,7 +138,6 @@ define linkonce_odr <16 x i32> @qdsl_look_up(<16 x i32> %table, <16 x i32> %at) 
 }
 
 
-
 def small_float(kind: DType) -> str:
     """Pairs of codes of at most 8 bits, in the low bytes of 16-bit halves, as bfloat16: normal numbers by moving exponent and
     mantissa to their place and adding the difference of the biases; subnormal ones are looked up, since the units that
@@ -175,7 +174,10 @@ define linkonce_odr <16 x i32> @qdsl_small_float(<16 x i32> %codes) alwaysinline
 """
 
 
-_TILE_PRODUCT = {"bf16": "tdpbf16ps", "u8": "tdpbsud"}  # x, signed, is the first operand; the weight, unsigned, the second
+_TILE_PRODUCT = {
+    "bf16": "tdpbf16ps",
+    "u8": "tdpbsud",
+}  # x, signed, is the first operand; the weight, unsigned, the second
 
 
 def _tiles(unit: str, rows_of_b: int) -> str:
@@ -225,9 +227,7 @@ def _tiles(unit: str, rows_of_b: int) -> str:
 
 
 @contextmanager
-def imported(
-    unit: str, width: int, look_up: bool, rows_of_b: int | None, code: DType | None = None
-) -> Iterator[None]:
+def imported(unit: str, width: int, look_up: bool, rows_of_b: int | None, code: DType | None = None) -> Iterator[None]:
     """Inside, the functions below are known.
 
     unit       "f32", "bf16", "u8" or "i16"
