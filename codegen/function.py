@@ -17,7 +17,7 @@ from qdsl.scheme import Extent, Free, Gather, Group, Index, Tensor, Var
 from qdsl.transform import passes, result, transformed
 
 THREADS = 128  # of a CUDA block, one piece of work each
-ENOUGH = 1 << 16  # operations of a thread of a CPU: 10 µs, where waking one that sleeps takes 5 to 50
+ENOUGH = 1 << 16  # operations of a thread of a CPU: some µs, as long as it takes to start one
 
 
 @dataclass
@@ -180,11 +180,11 @@ def each(plan: Plan, count: tirx.Expr, operations: tirx.Expr) -> Iterator[tirx.E
         yield i
 
 
-def for_tokens(m: tirx.Expr, body: Callable[[tirx.Expr], None]) -> None:
-    """Every token of a CPU's function: in parallel, unless they are so few that starting threads takes longer."""
-    limit_threads(T.floordiv(m, i64(2)))
-    with T.parallel(i64(0), m) as token:
-        body(token)
+def for_tokens(rows: tirx.Expr, elements: tirx.Expr, body: Callable[[tirx.Expr], None]) -> None:
+    """Rows of so many elements of x, on a CPU: in parallel, where every thread has enough of them."""
+    limit_threads(T.floordiv(elements, i64(ENOUGH >> 3)))  # each is read, rounded and written
+    with T.parallel(i64(0), rows) as row:
+        body(row)
 
 
 def in_lanes(body: Callable[[tirx.Expr], None]) -> None:

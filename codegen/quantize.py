@@ -70,7 +70,8 @@ def _by_token(plan: Plan, own: Parameters, tensor: Tensor) -> None:
                 nest(rest[1:], [*index, i])
 
     if tensor.index[:1] == (Var("m"),):
-        for_tokens(own.sizes["m"], lambda m: nest(list(tensor.index[1:]), [m]))
+        m, k = own.sizes["m"], own.sizes["k"]
+        for_tokens(m, m * k, lambda m: nest(list(tensor.index[1:]), [m]))
     else:
         nest(list(tensor.index), [])
 
