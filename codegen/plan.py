@@ -341,7 +341,8 @@ def _simd_variants(simd: Blocked, quantize: Sequence[Step], portable: Step) -> t
     """The SIMD kernels, and up to how many tokens those for a few are as fast as those for many."""
     names, few = ("rows", "tiles" if simd.tiles else "panel"), 1 if simd.tiles else 8
     variants = tuple(
-        Variant(name, (*quantize, Step(f"linear_{name}", portable.args)), order=f"{simd.unit} in {name}") for name in names
+        Variant(name, (*quantize, Step(f"linear_{name}", portable.args)), order=f"{simd.unit} in {name}")
+        for name in names
     )
     return variants, Table("few and many", Row(1, 1, ((few, names[0]), (None, names[1])), ((None, names[1]),)))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from qdsl.codegen.function import store
+from qdsl.codegen.function import for_tokens, store
 from qdsl.codegen.portable import activation_core
 from qdsl.codegen.simd.blocked import LANES
 from qdsl.codegen.simd.state import State, for_lanes, local
@@ -35,11 +35,7 @@ def allocate(s: State) -> None:
 def fill(s: State) -> None:
     """All rows of x."""
     k = s.own.sizes["k"]
-    with T.If(s.own.sizes["m"] < i64(4)):
-        with T.Then(), T.serial(i64(0), s.tokens) as row:
-            _row(s, row)
-        with T.Else(), T.parallel(i64(0), s.tokens) as row:
-            _row(s, row)
+    for_tokens(s.tokens, s.own.sizes["m"] * k, lambda row: _row(s, row))
     if s.ones is not None:
         with T.serial(i64(0), s.padded) as i:
             one = T.if_then_else(i < k, tirx.const(1, s.kind), tirx.const(0, s.kind))

@@ -5,7 +5,7 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from qdsl.codegen.function import open_function
+from qdsl.codegen.function import ENOUGH, limit_threads, open_function
 from qdsl.codegen.plan import Plan
 from qdsl.codegen.simd import decode, inputs, panel, primitives, rows, tiles
 from qdsl.codegen.simd.blocked import FEATURES, LANES
@@ -38,16 +38,23 @@ def _linear(plan: Plan, name: str, args: tuple[str, ...]) -> tirx.PrimFunc:
             if by_tiles:
                 _by_tiles(s, blocks)
             else:
-                with T.parallel(i64(0), blocks) as block:
+                with _parallel(s, blocks) as block:
                     (panel if name == "linear_panel" else rows).block_of(s, block)
     return builder.get()
+
+
+def _parallel(s: State, count: tirx.Expr):
+    """A loop over pieces of all products, which are enough for so many threads."""
+    products = s.own.sizes["m"] * s.own.sizes["k"] * s.own.buffers["y"].shape[1]
+    limit_threads(T.floordiv(products, i64(ENOUGH)))
+    return T.parallel(i64(0), count)
 
 
 def _by_tiles(s: State, blocks: tirx.Expr) -> None:
     m = s.own.sizes["m"]
 
     def few(tokens: int) -> None:
-        with T.parallel(i64(0), blocks) as block:
+        with _parallel(s, blocks) as block:
             tiles.few(s, block, tokens)
 
     with T.If(m <= i64(LANES)):
@@ -59,6 +66,6 @@ def _by_tiles(s: State, blocks: tirx.Expr) -> None:
             with T.Else():
                 w = tiles.work(s, blocks)
                 pairs = T.floordiv(s.tokens, i64(2 * LANES))
-                with T.parallel(i64(0), w.pieces) as i:
+                with _parallel(s, w.pieces) as i:
                     block, pair = T.floormod(i, w.rows) * w.blocks, T.floordiv(i, w.rows) * w.pairs
                     tiles.many(s, block, T.min(w.blocks, blocks - block), pair, T.min(w.pairs, pairs - pair))
