@@ -58,9 +58,47 @@ int parallel_launch(ParallelLambda lambda, void* closure, int tasks) {
   return launch.status;
 }
 
-void* alloc_workspace(int, int, uint64_t bytes, int, int) { return std::aligned_alloc(64, (bytes + 63) / 64 * 64); }
+// Room that a thread has given back and will ask for again: from the system it would come page by page, in every call.
+struct Room {
+  void* at = nullptr;
+  uint64_t bytes = 0;
+  bool taken = false;
+};
+
+struct Rooms {
+  Room held[8];
+  ~Rooms() {
+    for (Room& room : held) std::free(room.at);
+  }
+};
+
+thread_local Rooms rooms;
+
+void* alloc_workspace(int, int, uint64_t bytes, int, int) {
+  bytes = (bytes + 4095) / 4096 * 4096;
+  Room* best = nullptr;  // the smallest that is large enough, or else the largest that is not taken
+  for (Room& room : rooms.held) {
+    if (room.taken) continue;
+    const bool fits = room.bytes >= bytes, best_fits = best && best->bytes >= bytes;
+    if (!best || (fits && !best_fits) || (fits == best_fits && (fits ? room.bytes < best->bytes : room.bytes > best->bytes)))
+      best = &room;
+  }
+  if (!best) return std::aligned_alloc(4096, bytes);
+  if (best->bytes < bytes) {
+    std::free(best->at);
+    best->at = std::aligned_alloc(4096, bytes);
+    best->bytes = best->at ? bytes : 0;
+  }
+  best->taken = best->at != nullptr;
+  return best->at;
+}
 
 int free_workspace(int, int, void* pointer) {
+  for (Room& room : rooms.held)
+    if (room.at == pointer) {
+      room.taken = false;
+      return 0;
+    }
   std::free(pointer);
   return 0;
 }

@@ -26,7 +26,7 @@ def _linear(plan: Plan, name: str, args: tuple[str, ...]) -> tirx.PrimFunc:
         width = 512 if "avx512" in plan.target.units else 256
         pairs = code if decode.pairs_of_floats(b, code) else None
         rows_of_b = b.tile_inputs // b.depth if by_tiles else None
-        with primitives.imported(b.unit, width, b.decode == "look up", rows_of_b, pairs):
+        with primitives.imported(b.unit, width, b.decode == "look up", rows_of_b, pairs, b.direct and b.flips):
             k, m = own.sizes["k"], own.sizes["m"]
             s = State(plan, b, own, by_tiles)
             together = 2 * LANES if by_tiles else panel.at_once(s) if name == "linear_panel" else rows.at_once(s)[-1]
@@ -64,8 +64,8 @@ def _by_tiles(s: State, blocks: tirx.Expr) -> None:
             with T.Then():
                 few(2 * LANES)
             with T.Else():
-                count, most = tiles.chunks(s)
+                w = tiles.work(s, blocks)
                 pairs = T.floordiv(s.tokens, i64(2 * LANES))
-                with _parallel(s, count * blocks) as i:
-                    first = T.floordiv(i, blocks) * most
-                    tiles.many(s, T.floormod(i, blocks), first, T.min(most, pairs - first), most)
+                with _parallel(s, w.pieces) as i:
+                    block, pair = T.floormod(i, w.rows) * w.blocks, T.floordiv(i, w.rows) * w.pairs
+                    tiles.many(s, block, T.min(w.blocks, blocks - block), pair, T.min(w.pairs, pairs - pair))

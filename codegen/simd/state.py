@@ -57,10 +57,15 @@ class State:
         return "int32" if self.blocked.whole else "float32"
 
     @property
+    def offset(self) -> int:
+        """By which an operand is above what its code stands for; tiles of codes that are signed bytes hold these."""
+        return 0 if self.by_tiles and self.blocked.direct and self.blocked.flips else self.blocked.offset
+
+    @property
     def corrected(self) -> bool:
         """Whether sums of x are needed."""
         b = self.blocked
-        return bool(b.offset or b.zero or self.plan.weight.correction is not None)
+        return bool(self.offset or b.zero or self.plan.weight.correction is not None)
 
     @property
     def weighed(self) -> bool:
