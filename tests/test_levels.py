@@ -160,12 +160,14 @@ for name in sys.argv[1:]:
     scheme = qdsl.load(name)
     n, k = 32, 128
     given = reference.random_patterns(scheme, np.random.default_rng(0), n, k)
-    x = scheme.output.dtype.round(np.random.default_rng(1).standard_normal((3, k)))
+    x = scheme.output.dtype.round(np.random.default_rng(1).standard_normal((33, k)))
     layer = QuantLinear(scheme, k, n, "b" in given, compile="never").set_patterns(given)
-    y = layer(torch.from_numpy(x).to(layer.dtype)).double().numpy()
     m = layer.manifest
     wanted = reference.linear(scheme, x, given, n, phase=layer.phase, offset=m.offset, kept=m.kept)
-    assert (abs(y - wanted.y) <= wanted.bound).all(), name
+    for variant in layer.kernel.variants(k):
+        y = torch.full((len(x), layer.width), float("nan"), dtype=layer.dtype)
+        layer.run_into(torch.from_numpy(x).to(layer.dtype), y, variant)
+        assert (abs(y.double().numpy() - wanted.y) <= wanted.bound).all(), (name, variant)
     print(layer.kernel.arch, name, flush=True)
 """
 
