@@ -17,6 +17,7 @@ from qdsl.scheme import Extent, Free, Gather, Group, Index, Tensor, Var
 from qdsl.transform import passes, result, transformed
 
 THREADS = 128  # of a CUDA block, one piece of work each
+ENOUGH = 1 << 16  # operations of a thread of a CPU: some µs, as long as it takes to start one
 
 
 @dataclass
@@ -152,10 +153,19 @@ def _plain(size) -> tirx.Expr:
     return size.value if isinstance(size, _Ceiling) else i64(size) if isinstance(size, int) else size
 
 
+def limit_threads(count: tirx.Expr) -> None:
+    """On a CPU: the next parallel loop takes at most so many threads (`openmp_shim.cc`), one where count is less."""
+    T.evaluate(T.call_extern("void", "qdsl_limit_threads", count))
+
+
 @contextmanager
-def each(plan: Plan, count: tirx.Expr) -> Iterator[tirx.Expr]:
-    """`count` independent pieces of work: a parallel loop, or one CUDA thread each."""
+def each(plan: Plan, count: tirx.Expr, operations: tirx.Expr) -> Iterator[tirx.Expr]:
+    """`count` independent pieces of work: a parallel loop, or one CUDA thread each.
+
+    operations   of all pieces together; a CPU takes no more threads than have enough of them
+    """
     if plan.target.kind == "cpu":
+        limit_threads(T.min(count, T.floordiv(operations, i64(ENOUGH))))
         with T.parallel(i64(0), count) as i:
             yield i
         return
@@ -170,13 +180,11 @@ def each(plan: Plan, count: tirx.Expr) -> Iterator[tirx.Expr]:
         yield i
 
 
-def for_tokens(m: tirx.Expr, body: Callable[[tirx.Expr], None]) -> None:
-    """Every token of a CPU's function: in parallel, unless they are so few that starting threads takes longer."""
-    with T.If(m < i64(4)):
-        with T.Then(), T.serial(i64(0), m) as token:
-            body(token)
-        with T.Else(), T.parallel(i64(0), m) as token:
-            body(token)
+def for_tokens(rows: tirx.Expr, elements: tirx.Expr, body: Callable[[tirx.Expr], None]) -> None:
+    """Rows of so many elements of x, on a CPU: in parallel, where every thread has enough of them."""
+    limit_threads(T.floordiv(elements, i64(ENOUGH >> 3)))  # each is read, rounded and written
+    with T.parallel(i64(0), rows) as row:
+        body(row)
 
 
 def in_lanes(body: Callable[[tirx.Expr], None]) -> None:

@@ -3,10 +3,11 @@
 // A TVM kernel launches parallel loops and allocates work space through context symbols that libtvm_runtime would
 // register.  This file is linked into every CPU artifact and registers them when the library is loaded.
 // GOMP_parallel and omp_* stay undefined here: they resolve to the libgomp that torch has loaded, so there is one
-// thread pool, and torch.set_num_threads holds for both.
+// thread pool, and torch.set_num_threads holds for both.  A loop that one thread does is no parallel region at all.
 #include <tvm/ffi/c_api.h>
 #include <tvm/ffi/extra/c_env_api.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <cstdlib>
@@ -38,21 +39,78 @@ void body(void* data) {
     if (launch->lambda(task, &env, launch->closure) != 0) launch->status = -1;
 }
 
+thread_local int64_t limit = INT32_MAX;  // of threads, for the next launch
+
 // tasks = 0 asks for one task a thread, as TVM's own pool does.
 int parallel_launch(ParallelLambda lambda, void* closure, int tasks) {
-  const int threads = omp_get_max_threads();
-  Launch launch{lambda, closure, tasks ? tasks : threads, {0}};
+  int threads = static_cast<int>(std::min<int64_t>(omp_get_max_threads(), limit));
+  limit = INT32_MAX;
+  if (tasks == 0) tasks = threads;
+  threads = std::min(threads, tasks);
+  if (threads == 1) {
+    TVMParallelGroupEnv env{nullptr, tasks};
+    for (int task = 0; task < tasks; ++task)
+      if (lambda(task, &env, closure) != 0) return -1;
+    return 0;
+  }
+  Launch launch{lambda, closure, tasks, {0}};
   GOMP_parallel(body, &launch, threads, 0);
   return launch.status;
 }
 
-void* alloc_workspace(int, int, uint64_t bytes, int, int) { return std::aligned_alloc(64, (bytes + 63) / 64 * 64); }
+// Room that a thread has given back and will ask for again: from the system it would come page by page, in every call.
+struct Room {
+  void* at = nullptr;
+  uint64_t bytes = 0;
+  bool taken = false;
+};
+
+struct Rooms {
+  Room held[8];
+  ~Rooms() {
+    for (Room& room : held) std::free(room.at);
+  }
+};
+
+thread_local Rooms rooms;
+
+void* alloc_workspace(int, int, uint64_t bytes, int, int) {
+  bytes = (bytes + 4095) / 4096 * 4096;
+  Room* best = nullptr;  // the smallest that is large enough, or else the largest that is not taken
+  for (Room& room : rooms.held) {
+    if (room.taken) continue;
+    const bool fits = room.bytes >= bytes, best_fits = best && best->bytes >= bytes;
+    if (!best || (fits && !best_fits) || (fits == best_fits && (fits ? room.bytes < best->bytes : room.bytes > best->bytes)))
+      best = &room;
+  }
+  if (!best) return std::aligned_alloc(4096, bytes);
+  if (best->bytes < bytes) {
+    std::free(best->at);
+    best->at = std::aligned_alloc(4096, bytes);
+    best->bytes = best->at ? bytes : 0;
+  }
+  best->taken = best->at != nullptr;
+  return best->at;
+}
 
 int free_workspace(int, int, void* pointer) {
+  for (Room& room : rooms.held)
+    if (room.at == pointer) {
+      room.taken = false;
+      return 0;
+    }
   std::free(pointer);
   return 0;
 }
 
+}  // namespace
+
+// For the kernels beside which this is linked: the next parallel loop of this thread has work for so many.
+extern "C" __attribute__((visibility("hidden"))) void qdsl_limit_threads(int64_t threads) {
+  limit = std::max<int64_t>(threads, 1);
+}
+
+namespace {
 __attribute__((constructor)) void register_symbols() {
   TVMFFIEnvModRegisterContextSymbol("__TVMBackendParallelLaunch", reinterpret_cast<void*>(parallel_launch));
   TVMFFIEnvModRegisterContextSymbol("__TVMBackendAllocWorkspace", reinterpret_cast<void*>(alloc_workspace));

@@ -84,13 +84,13 @@ def _features(s: _Linear, width: tirx.Expr) -> None:
     plan, m, lanes = s.plan, s.own.sizes["m"], s.lanes
     if plan.target.kind == "cpu":
         row_blocks = T.floordiv(m + i64(ROWS - 1), i64(ROWS))
-        with each(plan, T.floordiv(width + i64(lanes - 1), i64(lanes))) as i:
+        with each(plan, T.floordiv(width + i64(lanes - 1), i64(lanes)), m * width * s.own.sizes["k"]) as i:
             s.tables = _tables(plan)
             with T.serial(i64(0), row_blocks) as rows:
                 _tile(s, rows * i64(ROWS), i * i64(lanes))
     else:
         row_blocks = T.truncdiv(m + i64(ROWS - 1), i64(ROWS))
-        with each(plan, row_blocks * width) as i:
+        with each(plan, row_blocks * width, m * width * s.own.sizes["k"]) as i:
             s.tables = _tables(plan)
             _tile(s, T.truncdiv(i, width) * i64(ROWS), T.truncmod(i, width))
 
@@ -215,8 +215,8 @@ def _epilogue(s: _Linear, row: tirx.Expr, feature: tirx.Expr, sums: list[tirx.Bu
             def total(part: int) -> tirx.Expr:
                 n = at["n"] + i64(part) * width if part else at["n"]
                 value = sums[part][r, v]
-                for factor in (plan.activation.epilogue, plan.weight.epilogue):
-                    value = times(value, factor(s, factor, {"m": at["m"], "n": n, "padded": n}))
+                for epilogue in (plan.activation.epilogue, plan.weight.epilogue):
+                    value = times(value, factor(s, epilogue, {"m": at["m"], "n": n, "padded": n}))
                 return value
 
             def look(e: Expr) -> tirx.Expr:

@@ -46,7 +46,7 @@ def _by_element(plan: Plan, own: Parameters, tensor: Tensor) -> None:
     count = i64(1)
     for extent in extents:
         count = count * extent
-    with each(plan, count) as flat:
+    with each(plan, count, own.sizes["m"] * own.sizes["k"]) as flat:
         index, rest = [], flat
         for extent in reversed(extents[1:]):
             index.insert(0, T.truncmod(rest, extent))
@@ -70,7 +70,8 @@ def _by_token(plan: Plan, own: Parameters, tensor: Tensor) -> None:
                 nest(rest[1:], [*index, i])
 
     if tensor.index[:1] == (Var("m"),):
-        for_tokens(own.sizes["m"], lambda m: nest(list(tensor.index[1:]), [m]))
+        m, k = own.sizes["m"], own.sizes["k"]
+        for_tokens(m, m * k, lambda m: nest(list(tensor.index[1:]), [m]))
     else:
         nest(list(tensor.index), [])
 

@@ -5,6 +5,7 @@ Every element of what a contraction makes is a sum of products in order of its d
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -81,7 +82,7 @@ def _contraction(plan: Plan, step: Step, p: Pass) -> tirx.PrimFunc:
         count = own.sizes["m"] * blocks
         for digit in outer:
             count = count * size[digit]
-        with each(plan, count) as flat:
+        with each(plan, count, math.prod(size.values(), start=own.sizes["m"])) as flat:
             first, rest = T.truncmod(flat, blocks) * i64(lanes), T.truncdiv(flat, blocks)
             at = {last: first}
             for digit in reversed(outer):

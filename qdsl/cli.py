@@ -6,6 +6,7 @@ Exit codes: 0 all well, 1 the input is wrong or a check failed, 2 the command li
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import re
@@ -405,8 +406,8 @@ def _verify(args: argparse.Namespace) -> int:
     from qdsl.runtime.verify import verify
 
     failed, records = 0, []
-    for scheme in schemes:
-        report = verify(scheme, args.target, args.archs, seed=args.seed)
+    for scheme, arch in itertools.product(schemes, args.archs or (None,)):
+        report = verify(scheme, args.target, arch, seed=args.seed)
         failed |= not report.passed
         records.append(report.as_json())
         if not args.json:

@@ -26,8 +26,15 @@ def toolchain(kind: str) -> dict[str, str]:
     return found
 
 
+def default_archs(kind: str) -> tuple[str, ...]:
+    """What `qdsl compile` compiles for, unless it is told."""
+    from qdsl.codegen.target import default_archs  # not when this is imported: few processes compile
+
+    return default_archs(kind)
+
+
 def compile_scheme(scheme: Scheme, kind: str, archs: tuple[str, ...], out: Path | None) -> Artifact:
-    from qdsl.codegen.target import default_archs, target
+    from qdsl.codegen.target import target
 
     archs = tuple(dict.fromkeys(archs or (default_archs(kind) if kind in ("cpu", "cuda") else ("",))))
     for arch in archs:

@@ -11,6 +11,7 @@ import functools
 import hashlib
 import os
 import platform
+import threading
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ import qdsl
 from qdsl import cache
 from qdsl.artifact import Artifact, open_artifact
 from qdsl.choice import Limits
-from qdsl.compilation import kernel_buffers, toolchain
+from qdsl.compilation import default_archs, kernel_buffers, toolchain
 from qdsl.diagnostic import ArtifactError, Error, TargetError
 from qdsl.dtype import DType
 from qdsl.expr import Expr
@@ -97,8 +98,9 @@ def find_artifact(
     for artifact in found:
         if fitting_arch(tuple(artifact.manifest.libraries), device):
             return artifact
-    if cached := _cached(scheme, device.type, arch):
-        return cached
+    for archs in ((arch,), default_archs(device.type)):  # as compiled here, and by `qdsl compile`
+        if arch in archs and (cached := _cached(scheme, device.type, *archs)):
+            return cached
     if compile != "never":
         try:
             return qdsl.compile(scheme, device.type, (arch,))
@@ -163,8 +165,8 @@ def _cached(scheme: Scheme, kind: str, *archs: str) -> Artifact | None:
 def _any_cached(scheme: Scheme, device: torch.device) -> Artifact | None:
     """A cached artifact for an older architecture that this device runs as well."""
     levels = cpu_levels() if device.type == "cpu" else tuple(f"sm_{n}" for n in _GPUS)
-    for arch in levels:
-        if fitting_arch((arch,), device) and (artifact := _cached(scheme, device.type, arch)):
+    for archs in (default_archs(device.type), *((arch,) for arch in levels)):
+        if fitting_arch(archs, device) and (artifact := _cached(scheme, device.type, *archs)):
             return artifact
     return None
 
@@ -201,7 +203,7 @@ class Kernel:
     ):  # fmt: skip
         m, scheme = artifact.manifest, scheme.in_phase(phase)
         self.artifact, self.arch, self.scheme, self.batch_invariant = artifact, arch, scheme, batch_invariant
-        self.phase, table = phase, m.tables[arch][phase]
+        self.phase, self.on_cpu, table = phase, m.kind == "cpu", m.tables[arch][phase]
         same = hashlib.sha256(f"{m.digest} {table}".encode()).hexdigest()  # a table may change: `qdsl tune`
         about = [m.scheme, *filter(None, [phase]), arch, same[:16], *(["batch-invariant"] if batch_invariant else [])]
         self.key = " ".join(about)
@@ -222,6 +224,7 @@ class Kernel:
         shaping = {name for t in self.transforms for name in loaded(t)}
         self._shaping = [at for at, name in enumerate(self.names) if name in shaping]
         self._widths: dict[tuple, list[int]] = {}
+        self._rooms = threading.local()
 
     @property
     def buffers(self) -> dict[str, Buffer]:
@@ -257,12 +260,15 @@ class Kernel:
 
     def run_into(self, x: torch.Tensor, buffers: Sequence[torch.Tensor], y: torch.Tensor) -> None:
         """The same into a given y, on torch's current stream."""
+        if self.on_cpu:
+            torch.get_num_threads()  # the first of a thread gives OpenMP what `torch.set_num_threads` says
         m, k = x.shape
         shape = y.shape[1], k
         limits, variants = self._by_shape.get(shape) or self._chosen(shape)
         pool = [x, *buffers, y]
         if self.computed or self.transforms or self.ordered:
-            pool += self._allocate(x, buffers, y.shape[1])
+            reuse = m == 1 and self.on_cpu and not (self.transforms or self.ordered)
+            pool += (self._room if reuse else self._allocate)(x, buffers, y.shape[1])
         for call in variants[bisect_left(limits, m)]:
             call.function(*call.gather(pool))
 
@@ -307,6 +313,15 @@ class Kernel:
         ends = [end for end, _ in limits if end is not None]
         self._by_shape[shape] = ends, [self._variants[name] for _, name in limits]
         return self._by_shape[shape]
+
+    def _room(self, x: torch.Tensor, buffers: Sequence[torch.Tensor], n: int) -> list[torch.Tensor]:
+        """As `_allocate`, but the same for all calls of a thread: kernels of a CPU are done when they return, and for one
+        token an allocation takes longer than what is written there."""
+        rooms: dict = vars(self._rooms)
+        shape = n, x.shape[1]
+        if shape not in rooms:
+            rooms[shape] = self._allocate(x, buffers, n)
+        return rooms[shape]
 
     def _allocate(self, x: torch.Tensor, buffers: Sequence[torch.Tensor], n: int) -> list[torch.Tensor]:
         """Room for what the steps compute between them: codes and scales of the activations, x on its way through

@@ -50,6 +50,16 @@ def wish(
     model: nn.Module, scheme: str | Path | Scheme | None, params: Mapping[str, Any] | None, skip: Sequence[str] | None
 ) -> Wish | None:
     """What `load_quantized` is asked to make of floats; None when it is not."""
+    found = scheme_for_floats(scheme, params, skip)
+    return None if found is None else Wish(found, heads(model) if skip is None else tuple(skip))
+
+
+def scheme_for_floats(
+    scheme: str | Path | Scheme | None, params: Mapping[str, Any] | None, skip: Sequence[str] | None
+) -> Scheme | None:
+    """The scheme that is asked for, with its parameters; raises Error where the three do not go together."""
+    if isinstance(skip, str):
+        raise CheckpointError(f"skip is a list of names, not {skip!r}; write [{skip!r}]")
     if scheme is None:
         for name, value in (("params", params), ("skip", skip)):
             if value is not None:
@@ -57,7 +67,7 @@ def wish(
         return None
     if "act" in (params or {}):
         raise CheckpointError("params: `act` is the layers' dtype, so give `dtype`, or leave it to the model")
-    return Wish(resolved(scheme, params or {}, None), heads(model) if skip is None else tuple(skip))
+    return resolved(scheme, params or {}, None)
 
 
 def heads(model: nn.Module) -> tuple[str, ...]:

@@ -123,6 +123,8 @@ def empty_model(directory: Path) -> nn.Module:
         raise CheckpointError(
             f"{directory}: transformers builds the model whose layers are looked at; install it, or give `inspect` a model"
         ) from None
+    if not directory.exists():
+        raise CheckpointError(f"{directory}: no such file or directory")
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{directory}: no config.json, which says what model this is")
     try:

@@ -20,7 +20,7 @@ from qdsl.artifact import MANIFEST, Artifact, open_artifact
 from qdsl.diagnostic import CheckpointError, Diagnostic, Error, closest, error
 from qdsl.manifest import Buffer, Manifest, plain_params
 from qdsl.order import SOURCE, Inputs, Order
-from qdsl.runtime import repack, weight
+from qdsl.runtime import pages, repack, weight
 from qdsl.runtime.artifact import Kernel, find_artifact, refuse_in_capture, register
 from qdsl.runtime.artifact import kernel as kernel_of
 from qdsl.runtime.buffer import (
@@ -116,7 +116,7 @@ class QuantLinear(nn.Module):
         for name in self._wanted:
             self._held[name] = self._home(name, kernel, None)
             shape = stored_shape(self._held[name], self._wanted[name], self._shape(name), self._inputs)
-            self.register_buffer(name, torch.zeros(shape, dtype=torch_type(self._held[name]), device=device))
+            self.register_buffer(name, pages.zeros(shape, torch_type(self._held[name]), device))
         self._bind(kernel)
 
     # ---- what the layer is --------------------------------------------------------------------------------------
@@ -239,7 +239,7 @@ class QuantLinear(nn.Module):
             if known is not None and known.shape == fresh.shape and known.device == fresh.device and not fresh.is_meta:
                 known.copy_(fresh)  # in place, so that a captured graph sees the new values
             else:
-                self.register_buffer(names[-1], fresh, persistent=False)
+                self.register_buffer(names[-1], pages.settled(fresh), persistent=False)
                 self._derived_names.add(names[-1])
         self._operands[kind] = tuple(names)
         self._keys[kind] = kernel.key
@@ -295,8 +295,8 @@ class QuantLinear(nn.Module):
             same = known.shape == tensor.shape and known.dtype == tensor.dtype and known.device == tensor.device
             if same and not tensor.is_meta and known is not tensor:
                 known.copy_(tensor)  # in place, so that a captured graph sees the new values
-            else:
-                self._buffers[name] = tensor
+            elif known is not tensor:
+                self._buffers[name] = pages.settled(tensor)
         self._bind(kernel)
 
     def prepare(self, device: torch.device | str | None = None) -> QuantLinear:
@@ -586,9 +586,8 @@ class QuantLinear(nn.Module):
         self._given = open_artifact(path) if path is not None and (path / MANIFEST).is_file() else None
         self._wanted = kept_tensors(self.scheme, self._has_bias, self.phase)
         self._keys, self._operands, self._derived_names = {}, {}, set()
-        self._buffers = {
-            n: b.view(torch_type(self._held[n])) if n in self._held else b for n, b in self._buffers.items()
-        }
+        for name, buffer in self._held.items():
+            self._buffers[name] = pages.settled(self._buffers[name].view(torch_type(buffer)))
         held = {name: (self._held[name], self._buffers[name]) for name in self._wanted}
         self._settle(self.scheme, self.device, held, self._loaded)
 

@@ -16,6 +16,7 @@ from torch import nn
 
 from qdsl.diagnostic import CheckpointError
 from qdsl.manifest import Buffer
+from qdsl.runtime import pages
 from qdsl.runtime.artifact import ALIGNMENT
 from qdsl.runtime.buffer import signed, torch_type
 from qdsl.runtime.linear import QuantLinear
@@ -43,7 +44,7 @@ class QuantStack(nn.Module):
         self._know(QuantLinear(scheme, in_features, out_features, bias, device, dtype, **options))
         for name, one in self._one._buffers.items():
             assert one is not None
-            fresh = torch.zeros((count, *one.shape), dtype=one.dtype, device=one.device)
+            fresh = pages.zeros((count, *one.shape), one.dtype, one.device)
             self.register_buffer(name, fresh, persistent=name in self._one._wanted)
         self._know(self._one)
 
@@ -102,7 +103,7 @@ class QuantStack(nn.Module):
                 assert tensor is not None
                 moved = tensor is not shown.get(name)
                 if e == 0 and moved:
-                    stacks[name] = torch.empty((self.count, *tensor.shape), dtype=tensor.dtype, device=tensor.device)
+                    stacks[name] = pages.zeros((self.count, *tensor.shape), tensor.dtype, tensor.device)
                 stack = stacks[name]
                 if stack.shape[1:] != tensor.shape or stack.dtype != tensor.dtype or stack.device != tensor.device:
                     raise CheckpointError(
@@ -181,7 +182,7 @@ class QuantStack(nn.Module):
     def __setstate__(self, state: dict[str, Any]) -> None:
         held, one = state.pop("_held"), state.pop("_one")
         super().__setstate__(state)
-        self._buffers = {name: buffer.view(torch_type(held[name])) for name, buffer in self._buffers.items()}
+        self._buffers = {name: pages.settled(b.view(torch_type(held[name]))) for name, b in self._buffers.items()}
         self._know(one)
         device = self._buffers[next(iter(held))].device
 

@@ -64,7 +64,7 @@ def opened(path: Path, changes: Mapping[str, Any]) -> tuple[Mapping[str, Any], s
 
 
 def opened_floats(path: Path, changes: Mapping[str, Any]) -> tuple[str, str, Stored]:
-    """(the name of the settings' file, "float", the tensors) of a directory whose tensors no tool has quantized.
+    """(where it is said how to quantize them, "float", the tensors) of a directory whose tensors no tool has quantized.
 
     Raises CheckpointError where they are quantized already, or can't be read.
     """
@@ -83,7 +83,7 @@ def opened_floats(path: Path, changes: Mapping[str, Any]) -> tuple[str, str, Sto
         raise CheckpointError(
             f"{path}: quantized already, by {method} ({source}), and a scheme was asked for; {instead}"
         )
-    return "config.json", "float", StoredTensors(path)
+    return "arguments", "float", StoredTensors(path)
 
 
 # ---- the settings -------------------------------------------------------------------------------------------

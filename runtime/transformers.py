@@ -33,7 +33,7 @@ from qdsl.diagnostic import CheckpointError, Error
 from qdsl.runtime.checkpoint import empty_layer, empty_layers, filled, progress, put
 from qdsl.runtime.checkpoints import converted
 from qdsl.runtime.checkpoints.experts import spellings
-from qdsl.runtime.examination import Examination, examine, refuse, wish
+from qdsl.runtime.examination import Examination, examine, refuse, scheme_for_floats, wish
 from qdsl.runtime.experts import QuantExperts, parts_of
 from qdsl.runtime.fused import QuantFused
 from qdsl.runtime.linear import QuantLinear
@@ -61,7 +61,8 @@ class QdslConfig(QuantizationConfigMixin):
     scheme            of a float checkpoint: its linears are quantized as they are loaded, except those that `skip` names
     params            the scheme's parameters, which may be given by name as well: QdslConfig(scheme="awq4", group=64)
 
-    These are choices of this load: `save_pretrained` writes none of them, but what has come of them.
+    These are choices of this load: `save_pretrained` writes none of them, but what has come of them.  Raises Error where no
+    such scheme, or parameter of it, is known.
     """
 
     def __init__(
@@ -76,9 +77,10 @@ class QdslConfig(QuantizationConfigMixin):
             raise TypeError(
                 f"QdslConfig has no {', '.join(f'`{name}`' for name in more)}; a scheme's parameters need a scheme"
             )
+        params = params if scheme is None else {**(params or {}), **more}
+        scheme_for_floats(scheme, params, skip)  # may raise
         self.quant_method = converted.METHOD
-        self.scheme, self.skip = scheme, skip
-        self.params = None if scheme is None else {**(params or {}), **more}
+        self.scheme, self.params, self.skip = scheme, params, skip
         self.compile, self.batch_invariant, self.phase = compile, batch_invariant, phase
         self.settings = dict(settings or {})
 

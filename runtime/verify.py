@@ -9,7 +9,6 @@ must not reach its neighbours.
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -19,6 +18,7 @@ import qdsl
 from qdsl import reference
 from qdsl.artifact import Artifact
 from qdsl.diagnostic import Error
+from qdsl.runtime.artifact import find_artifact, fitting_arch
 from qdsl.runtime.linear import QuantLinear
 from qdsl.runtime.repack import torch_dtype
 from qdsl.scheme import Scheme, Tensor
@@ -27,6 +27,7 @@ from qdsl.transform import free_sizes
 CASES = ("random", "one-hot", "integers", "zero", "NaN row")
 # n, k: below, at and beyond tiles, groups and words; odd sizes; ragged last groups
 SIZES = ((1, 8), (7, 40), (16, 64), (33, 136), (48, 192), (64, 320), (24, 1344))
+MOST = 192  # inputs of the size that is run with all of these numbers of tokens
 TOKENS = (1, 2, 3, 8, 9, 16, 17, 32, 33, 64, 65, 129, 256, 323)
 
 
@@ -80,16 +81,20 @@ class Report:
                 "worst": self.worst, "failures": [str(f) for f in self.failures[:20]]}  # fmt: skip
 
 
-def verify(scheme: Scheme, kind: str = "cpu", archs: Sequence[str] = (), *, seed: int = 0) -> Report:
-    """Run every case over awkward shapes on the CPU or the current GPU; raises only what keeps a kernel from running."""
+def verify(scheme: Scheme, kind: str = "cpu", arch: str | None = None, *, seed: int = 0) -> Report:
+    """Run every case over awkward shapes on the CPU or the current GPU; raises only what keeps a kernel from running.
+
+    arch   of this machine or below, such as "x86-64-v3"; by default what `QuantLinear` takes
+    """
     if kind == "cuda" and not torch.cuda.is_available():
         raise Error(
             "verifying CUDA kernels needs a CUDA GPU, and torch sees none; `--target cpu` checks the same scheme here"
         )
     device = torch.device(kind)
+    artifact = qdsl.compile(scheme, kind, (arch,)) if arch else find_artifact(scheme, device)
+    used = fitting_arch(tuple(artifact.manifest.libraries), device)
     name = torch.cuda.get_device_name() if kind == "cuda" else "cpu"
-    report = Report(scheme.bound, name, phases=scheme.phases)
-    artifact = qdsl.compile(scheme, kind, archs) if archs else None
+    report = Report(scheme.bound, f"{name} {used}", phases=scheme.phases)
     parts = scheme.output.half[1] if scheme.output.half else 1  # features of the weight for one of y
     shapes = [
         (phase, m, n * parts, k)
@@ -112,19 +117,19 @@ def verify(scheme: Scheme, kind: str = "cpu", archs: Sequence[str] = (), *, seed
 
 
 def _tokens(
-    scheme: Scheme, phase: str, n: int, k: int, device: torch.device, artifact: Artifact | None, report: Report
+    scheme: Scheme, phase: str, n: int, k: int, device: torch.device, artifact: Artifact, report: Report
 ) -> tuple[int, ...]:
     """Numbers of tokens: below, at and beyond every tile for one shape, one and a few for the others."""
     if scheme.violated(n, k) is not None or free_sizes(scheme, k) is None:
         report.skipped += 1
         return ()
-    if k != SIZES[4][1]:
+    if k != MOST:
         return 1, 5
     several = len(_layer(scheme, phase, n, k, device, artifact).kernel.variants(k)) > 1
     return TOKENS if several else (1, 2, 3, 9, 83)
 
 
-def _layer(scheme: Scheme, phase: str, n: int, k: int, device: torch.device, artifact: Artifact | None) -> QuantLinear:
+def _layer(scheme: Scheme, phase: str, n: int, k: int, device: torch.device, artifact: Artifact) -> QuantLinear:
     bias = any(t.role == "bias" for t in scheme.output.tensors)
     return QuantLinear(scheme, k, n, bias=bias, device=device, artifact=artifact, phase=phase)
 

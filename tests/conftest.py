@@ -22,6 +22,9 @@ def pytest_addoption(parser):
     parser.addoption(
         "--every-kernel", action="store_true", help="compile every kernel for every weight (test_resources.py)"
     )
+    parser.addoption(
+        "--every-level", action="store_true", help="run every scheme at every CPU level, and on QEMU (test_levels.py)"
+    )
     parser.addoption("--damages", type=int, default=240, help="how many damaged checkpoints to try (default 240)")
 
 

@@ -50,8 +50,9 @@ def test_what_is_wrong_is_said_below_the_table(tmp_path, capsys):
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "unheard_of", "architectures": None}))
     assert main(["inspect", str(tmp_path)]) == 1
     assert "transformers can't build this model" in capsys.readouterr().err
-    assert main(["inspect", str(tmp_path / "absent")]) == 1
-    assert "absent" in capsys.readouterr().err
+    for verb in (["inspect"], ["convert", "-o", str(tmp_path / "out")], ["quantize", "--scheme", "awq4", "-o", "out"]):
+        assert main([*verb, str(tmp_path / "absent")]) == 1
+        assert f"{tmp_path / 'absent'}: no such file or directory" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(FIXTURES is None, reason="QDSL_FIXTURES names no folder of checkpoints")

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 import qdsl
+from logits import shares_of_bounds
 from qdsl.runtime import QuantLinear, load_quantized
 from qdsl.runtime.quantization import quantize
 
@@ -104,6 +105,27 @@ def test_the_logits_are_near_those_of_the_floats(floats):
     assert 0 < (found - expected).abs().max() < 0.02 * expected.abs().max()
 
 
+WRONG = {  # what a layer, or one in its place, computes
+    "a scale off by 1/64": lambda layers: {"v_proj": lambda x: layers["v_proj"](x) * (1 + 1 / 64)},
+    "two layers swapped": lambda layers: {"gate_proj": layers["up_proj"], "up_proj": layers["gate_proj"]},
+    "rows of a layer in another order": lambda layers: {"o_proj": lambda x: layers["o_proj"](x).flip(-1)},
+}
+
+
+@pytest.mark.parametrize("scheme", ["awq4", "w8a8_dynamic"])
+def test_the_logits_are_those_of_the_dequantized_model_within_a_derived_bound(floats, scheme, monkeypatch):
+    model, tokens = load_quantized(built(floats), floats, scheme=scheme), torch.arange(4)[None] * 19 % 96
+    layers = {name.rpartition(".")[2]: layer for name, layer in quantized(model).items()}
+    shares = shares_of_bounds(model, tokens)
+    assert all(share <= 1 for share in shares.values()), shares
+    kernels = {name: layer.forward for name, layer in layers.items()}
+    for what, wrong in WRONG.items():
+        with monkeypatch.context() as patch:
+            for name, forward in wrong(kernels).items():
+                patch.setattr(layers[name], "forward", forward)
+            assert max(shares_of_bounds(model, tokens).values()) > 2, what
+
+
 def test_parameters_and_modules_to_skip(floats):
     model = load_quantized(
         built(floats), floats, scheme="gptq_sym", params={"bits": 8, "group": 32}, skip=["down_proj", "lm_head"]
@@ -186,7 +208,11 @@ def test_a_float_checkpoint_without_a_scheme(floats):
         ({"skip": ("lm_head",)}, "skip says how to quantize a float checkpoint, and no scheme is given"),
         ({"scheme": "awq4", "settings": {"bits": 4}}, "settings are of quantized checkpoints"),
         ({"scheme": "awq4", "params": {"act": "bf16"}}, "`act` is the layers' dtype"),
-        ({"scheme": "awq4", "skip": ("up_porj",)}, "names 'up_porj', which is no linear layer"),
+        ({"scheme": "awq4", "skip": "lm_head"}, "skip is a list of names, not 'lm_head'; write ['lm_head']"),
+        (
+            {"scheme": "awq4", "skip": ("up_porj",)},
+            "arguments: skip names 'up_porj', which is no linear layer (nearest: `up_proj`",
+        ),
         ({"scheme": "awq4", "skip": ("model", "lm_head")}, "there is no linear layer to quantize"),
         ({"scheme": "awq4", "phase": "decode"}, "no layer of it has phases"),
     ],

@@ -25,7 +25,7 @@ from qdsl.diagnostic import CheckpointError
 from qdsl.manifest import Manifest
 from qdsl.runtime import QuantLinear, repack, tune
 from qdsl.runtime import artifact as artifact_module
-from qdsl.runtime.artifact import Kernel
+from qdsl.runtime.artifact import Kernel, cpu_levels
 from qdsl.runtime.verify import verify
 
 SCHEMES = Path(__file__).parent / "schemes"
@@ -118,7 +118,7 @@ def test_every_kernel_of_a_library_that_overlaps_waits():
 
 
 def test_the_manifest_has_the_variants_of_every_phase(capsys):
-    artifact = qdsl.compile(qdsl.load(PHASES))
+    artifact = qdsl.compile(qdsl.load(PHASES), "cpu", cpu_levels()[:1])
     m = artifact.manifest
     assert Manifest.from_json(m.to_json()) == m
     (arch,) = m.libraries
@@ -175,7 +175,7 @@ def test_bench_measures_the_phase_it_is_told(capsys, monkeypatch):
 
 
 def test_tune_keeps_a_table_for_each_phase(tmp_path, monkeypatch):
-    artifact = qdsl.compile(qdsl.load(PHASES, act="f32"), "cpu", out=tmp_path / "artifact")
+    artifact = qdsl.compile(qdsl.load(PHASES, act="f32"), "cpu", cpu_levels()[:1], out=tmp_path / "artifact")
     (arch,) = artifact.manifest.libraries
     row = Row(1, 1, ((None, "one"),), ((None, "one"),))
     variants, tables = {}, {}

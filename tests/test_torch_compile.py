@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor
+
 import numpy as np
 import pytest
 import torch
 from torch import nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qdsl import reference
-from qdsl.runtime import QuantLinear
-from qdsl.runtime.op import linear
+from qdsl.runtime import QuantLinear, op
 
 K, N = 96, 64
+OPERATOR = torch.ops.qdsl.linear.default
 
 
 def filled(scheme="awq4", k=K, n=N, seed=0, **options):
@@ -105,7 +109,7 @@ def test_the_operator_passes_torchs_own_checks():
     layer = filled()
     operands = [layer.get_buffer(name) for name in layer._operands[torch.float32]]
     for x in (torch.randn(3, K), torch.randn(2, 3, K), torch.randn(3, K, requires_grad=True)):
-        torch.library.opcheck(linear, (x, operands, N, layer.kernel.key))
+        torch.library.opcheck(OPERATOR, (x, operands, N, layer.kernel.key))
 
 
 def test_buffers_may_be_swapped_functionally():
@@ -122,5 +126,67 @@ def test_fake_tensors_have_the_shape():
     layer = filled()
     operands = [layer.get_buffer(name) for name in layer._operands[torch.float32]]
     with FakeTensorMode(allow_non_fake_inputs=True):
-        y = linear(torch.empty(2, 5, K), operands, N, layer.kernel.key)
+        y = op.linear(torch.empty(2, 5, K), operands, N, layer.kernel.key)
     assert y.shape == (2, 5, N) and y.dtype == torch.float32
+
+
+# ---- who sees the operator ---------------------------------------------------------------------------------------
+class Seen(TorchDispatchMode):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def __torch_dispatch__(self, called, types, args=(), kwargs=None):
+        self.calls.append(called)
+        return called(*args, **(kwargs or {}))
+
+
+class Mine(torch.Tensor):
+    seen: list = []
+
+    @classmethod
+    def __torch_function__(cls, called, types, args=(), kwargs=None):
+        cls.seen.append(called)
+        return super().__torch_function__(called, types, args, kwargs)
+
+
+def test_modes_transforms_tracers_and_profilers_see_the_operator():
+    layer, x = filled("w8a8_dynamic"), torch.randn(2, K)
+    y = layer(x)
+    with Seen() as mode:
+        layer(x)
+    assert mode.calls == [OPERATOR]
+    with torch.profiler.profile() as profile:
+        assert torch.equal(layer(x), y)
+    assert "qdsl::linear" in {event.key for event in profile.key_averages()}
+    graph = make_fx(layer)(x)
+    assert OPERATOR in {node.target for node in graph.graph.nodes}
+    assert torch.equal(layer(x.as_subclass(Mine)), y) and OPERATOR in Mine.seen
+    with pytest.raises(RuntimeError, match="qdsl::linear"):
+        torch.vmap(layer)(x)
+
+
+def test_nobody_looking_the_kernel_is_called_at_once(monkeypatch):
+    layer, x = filled(), torch.randn(2, K)
+    wanted = layer(x)
+    monkeypatch.setattr(torch.ops.qdsl.linear, "default", None)
+    for mode in (torch.no_grad, torch.inference_mode, torch.enable_grad):
+        with mode():
+            assert torch.equal(layer(x), wanted)
+    with torch.no_grad():
+        assert torch.equal(layer(x.clone().requires_grad_()), wanted)
+        assert torch.equal(layer(nn.Parameter(x).data), wanted)
+    with pytest.raises(TypeError, match="not callable"):
+        layer(x.requires_grad_())
+
+
+def test_calls_for_one_token_share_their_room_and_nothing_else():
+    one, two = filled("w8a8_dynamic"), filled("w8a8_dynamic", seed=1)
+    x = torch.randn(3, K)
+    with torch.inference_mode():
+        apart = [layer(row[None]) for layer in (one, two) for row in x]
+    together = [row[None] for layer in (one, two) for row in layer(x)]
+    assert all(torch.equal(a, b) for a, b in zip(apart, together, strict=True))
+    with ThreadPoolExecutor(4) as pool:
+        again = list(pool.map(lambda at: (one, two)[at // 3](x[at % 3][None]), [*range(6)] * 50))
+    assert all(torch.equal(a, b) for a, b in zip(again, together * 50, strict=True))

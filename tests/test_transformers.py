@@ -222,6 +222,12 @@ def test_configurations():
         auto.AutoQuantizationConfig.from_dict({"quant_method": "qdsl", "format": 2})
     with pytest.raises(TypeError, match="QdslConfig has no `group`; a scheme's parameters need a scheme"):
         QdslConfig(group=64)
+    with pytest.raises(qdsl.Error, match="awq5: no such scheme; did you mean `awq4`"):
+        QdslConfig("awq5")
+    with pytest.raises(qdsl.Error, match="`awq4` has no parameter `grp`"):
+        QdslConfig("awq4", grp=64)
+    with pytest.raises(qdsl.CheckpointError, match="params says how to quantize a float checkpoint"):
+        QdslConfig(params={"group": 64})
     assert QdslConfig("awq4", {"group": 64}, scale_type="bf16").params == {"group": 64, "scale_type": "bf16"}
     with pytest.raises(qdsl.CheckpointError, match="awq"):
         AutoModelForCausalLM.from_pretrained(AWQ, quantization_config=QdslConfig("awq4"))

@@ -45,6 +45,8 @@ class Blocked:
     zero     the tensor of whole numbers that is taken off the codes of a group, after their sum
     step     inputs of a group; None: one group
     tiles    whether the unit also multiplies tiles of 16 by 16
+    direct   whether these are loaded from the codes themselves, which are bytes; signed ones meet a signed x
+    folds    whether tiles may hold finished weights, rounded to bfloat16: its scheme rounds them so, or not at all
     """
 
     code: str
@@ -57,6 +59,8 @@ class Blocked:
     zero: str | None
     step: int | None
     tiles: bool
+    direct: bool
+    folds: bool
 
     @property
     def depth(self) -> int:
@@ -77,6 +81,11 @@ class Blocked:
         """Inputs of one tile: 64 bytes of x, or as many as divide a group."""
         most = 16 * self.depth
         return math.gcd(self.step, most) if self.step else most
+
+    @property
+    def flips(self) -> bool:
+        """Whether operands are codes with their top bit the other way round."""
+        return self.decode == "shift" and self.values[0] != 0
 
     @property
     def excess(self) -> float:
@@ -130,10 +139,13 @@ def blocked(
     found = tuple(float(v) for v in values + offset)
     view = Blocked(
         code.name, bits, unit, planes if unit == "bf16" else 1, decode, found, offset, zero or None, step,
-        "amx" in target.units and unit in ("bf16", "u8"),
+        False, False, False,
     )  # fmt: skip
-    words = max(view.inputs, LANES)
-    return replace(view, tiles=False) if view.tile_inputs % words else view
+    if "amx" not in target.units or unit not in ("bf16", "u8") or view.tile_inputs % max(view.inputs, LANES):
+        return view
+    of_groups = any(e is not None for e in (x.fold, x.promote, x.correction))
+    folds = unit == "bf16" and bool(step) and scheme.compute.operand == dtype("bf16") and not of_groups
+    return replace(view, tiles=True, direct=unit == "u8" and bits == 8 and x.correction is None, folds=folds)
 
 
 def _numbers(code: DType, values: np.ndarray) -> bool:

@@ -14,18 +14,54 @@ from qdsl.codegen.simd.state import local
 from qdsl.dtype import DType
 
 
-def table(b: Blocked) -> tirx.Buffer | None:
-    """The vector that codes are looked up in, where they are: entries repeat, so that bits of the next code do not matter."""
+def table(b: Blocked, floats: bool = False) -> tirx.Buffer | None:
+    """The vector that codes are looked up in, where they are: entries repeat, so that bits of the next code do not matter.
+
+    floats   of float32, whatever the unit multiplies
+    """
     if b.decode != "look up":
         return None
-    values = np.array([b.values[i % len(b.values)] for i in range(LANES * b.depth)], np.float32)
+    halves = b.unit == "bf16" and not floats
+    values = np.array([b.values[i % len(b.values)] for i in range(2 * LANES if halves else LANES)], np.float32)
     words = values.view(np.uint32)
-    if b.unit == "bf16":
+    if halves:
         words = (words[0::2] >> 16) | (words[1::2] & 0xFFFF0000)
     entries = local((LANES,), "int32")
     for at, word in enumerate(words.astype(np.int32).tolist()):
         store(entries, tirx.const(word, "int32"), at)
     return entries
+
+
+def finished(
+    b: Blocked,
+    code: DType,
+    words: tirx.Expr,
+    entries: tirx.Buffer | None,
+    scale: tirx.Expr | None,
+    more: tirx.Expr | None,
+) -> list[tirx.Expr]:
+    """The same of finished weights: scale * code + more, rounded to bfloat16; `entries` are floats."""
+    less = _less(b, code)
+
+    def value(at: int) -> tirx.Expr:
+        v = words >> splat(tirx.const(at, "uint32")) if at else words
+        if entries is not None:
+            found = primitives.look_up_floats(entries[_whole()], primitives.bits(v))
+        else:
+            found = _number(code, v, at + b.bits == 32)
+            found = found - splat(tirx.const(less, "float32")) if less else found
+        found = found if scale is None else found * scale
+        return found if more is None else found + more
+
+    return [primitives.packed(value(q * b.bits), value(q * b.bits + 16)) for q in range(b.inputs // b.depth)]
+
+
+def _whole() -> tirx.Expr:
+    return tirx.Ramp(tirx.const(0, "int64"), tirx.const(1, "int64"), LANES)
+
+
+def _less(b: Blocked, code: DType) -> float:
+    return float(code.decode(np.array([0]))[0] - b.values[0])
 
 
 def operands(b: Blocked, code: DType, words: tirx.Expr, entries: tirx.Buffer | None) -> list[tirx.Expr]:
@@ -39,7 +75,7 @@ def operands(b: Blocked, code: DType, words: tirx.Expr, entries: tirx.Buffer | N
 
     count = b.inputs // b.depth
     if b.decode == "look up":
-        held = entries[tirx.Ramp(tirx.const(0, "int64"), tirx.const(1, "int64"), LANES)]
+        held = entries[_whole()]
         return [primitives.look_up(held, primitives.bits(shifted(q * b.bits))) for q in range(count)]
     if b.decode == "shift":
         part = 32 // b.depth
@@ -54,7 +90,7 @@ def operands(b: Blocked, code: DType, words: tirx.Expr, entries: tirx.Buffer | N
     if pairs_of_floats(b, code):
         pairs = [shifted(q * b.bits) & u(0x00FF00FF) for q in range(count)]
         return [primitives.widened(primitives.bits(v)) for v in pairs]
-    less = float(code.decode(np.array([0]))[0] - b.values[0])
+    less = _less(b, code)
 
     def number(at: int) -> tirx.Expr:
         """The code that begins at a bit of the words, as a float32."""
@@ -78,7 +114,7 @@ def pairs_of_floats(b: Blocked, code: DType) -> bool:
 
 def _flipped(b: Blocked) -> int:
     """The top bits of all codes in a vector's lane, if operands have them the other way round."""
-    if b.values[0] == 0:
+    if not b.flips:
         return 0
     part = 32 // b.depth
     return sum(1 << (part * p + b.bits - 1) for p in range(b.depth))

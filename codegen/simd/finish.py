@@ -45,7 +45,9 @@ class Group:
             return total
 
         def weighed(v: tirx.Expr) -> tirx.Expr:
-            return as_float(ones(v) - T.cast(self.count, "int32") * tirx.const(b.offset, "int32") if b.offset else ones(v))
+            return as_float(
+                ones(v) - T.cast(self.count, "int32") * tirx.const(s.offset, "int32") if s.offset else ones(v)
+            )
 
         if self.scale is not None:
             for_features(lambda v: store(self.scale, factor(s, scale, at(v)), v))
@@ -55,8 +57,13 @@ class Group:
             for_features(lambda v: store(self.weights, weighed(v), v))
 
     def promote(self, token: tirx.Expr, group: tirx.Expr, part: Of, acc: tirx.Buffer, *row) -> None:
-        """acc[row] += Σ (xc·gx + cx)(wc·gw + cw) over the group, from the group's four sums."""
-        s, b, activation = self.s, self.s.blocked, self.s.plan.activation
+        """acc[row] += what `promoted` says."""
+        value = self.promoted(token, group, part)
+        for_features(lambda v: store(acc, acc[(*row, v)] + value(v), *row, v))
+
+    def promoted(self, token: tirx.Expr, group: tirx.Expr, part: Of) -> Of:
+        """Σ (xc·gx + cx)(wc·gw + cw) over the group, from the group's four sums."""
+        s, activation = self.s, self.s.plan.activation
         token = inside(token, s.own.sizes["m"])
         at = {"m": token, "k": self.start}
         gx, cx = factor(s, first(activation.fold, activation.promote), at), factor(s, activation.correction, at)
@@ -65,8 +72,8 @@ class Group:
         def total(v: tirx.Expr) -> tirx.Expr:
             gw = self.scale[v] if self.scale is not None else None
             value = part(v)
-            if b.offset:
-                value = value - x_sum * tirx.const(b.offset, "int32")
+            if s.offset:
+                value = value - x_sum * tirx.const(s.offset, "int32")
             value = times(as_float(value), gx, gw)
             if self.correction is not None:
                 value = value + times(as_float(x_sum), gx, self.correction[v])
@@ -74,9 +81,9 @@ class Group:
                 value = value + times(self.weights[v], gw, cx)
             if self.correction is not None and cx is not None:
                 value = value + times(T.cast(self.count, "float32"), self.correction[v], cx)
-            return acc[(*row, v)] + value
+            return value
 
-        for_features(lambda v: store(acc, total(v), *row, v))
+        return total
 
 
 def output(s: State, token: tirx.Expr, block: tirx.Expr, acc: Of) -> None:

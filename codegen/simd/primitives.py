@@ -138,6 +138,24 @@ define linkonce_odr <16 x i32> @qdsl_look_up(<16 x i32> %table, <16 x i32> %at) 
 }
 
 
+_PACK = """
+declare <32 x bfloat> @llvm.x86.avx512bf16.cvtne2ps2bf16.512(<16 x float>, <16 x float>)
+define linkonce_odr <16 x i32> @qdsl_pack(<16 x float> %even, <16 x float> %odd) alwaysinline {
+  %apart = call <32 x bfloat> @llvm.x86.avx512bf16.cvtne2ps2bf16.512(<16 x float> %odd, <16 x float> %even)
+  %r = shufflevector <32 x bfloat> %apart, <32 x bfloat> poison, <32 x i32> <ORDER>
+  %words = bitcast <32 x bfloat> %r to <16 x i32>
+  ret <16 x i32> %words
+}
+""".replace("ORDER", ", ".join(f"i32 {i // 2 + 16 * (i % 2)}" for i in range(32)))
+
+_SPREAD_OUT = """
+declare <16 x i32> @llvm.x86.avx512.permvar.si.512(<16 x i32>, <16 x i32>)
+define linkonce_odr <16 x i32> @qdsl_look_up_floats(<16 x i32> %table, <16 x i32> %at) alwaysinline {
+  %r = call <16 x i32> @llvm.x86.avx512.permvar.si.512(<16 x i32> %table, <16 x i32> %at)
+  ret <16 x i32> %r
+}
+"""
+
 
 def small_float(kind: DType) -> str:
     """Pairs of codes of at most 8 bits, in the low bytes of 16-bit halves, as bfloat16: normal numbers by moving exponent and
@@ -175,7 +193,8 @@ define linkonce_odr <16 x i32> @qdsl_small_float(<16 x i32> %codes) alwaysinline
 """
 
 
-_TILE_PRODUCT = {"bf16": "tdpbf16ps", "u8": "tdpbsud"}  # x, signed, is the first operand; the weight, unsigned, the second
+# x is the first operand, the weight the second: signed by unsigned or signed bytes.
+_TILE_PRODUCT = {"bf16": "tdpbf16ps", "u8": "tdpbsud", "i8": "tdpbssd"}
 
 
 def _tiles(unit: str, rows_of_b: int) -> str:
@@ -226,7 +245,7 @@ def _tiles(unit: str, rows_of_b: int) -> str:
 
 @contextmanager
 def imported(
-    unit: str, width: int, look_up: bool, rows_of_b: int | None, code: DType | None = None
+    unit: str, width: int, look_up: bool, rows_of_b: int | None, code: DType | None = None, signed: bool = False
 ) -> Iterator[None]:
     """Inside, the functions below are known.
 
@@ -235,6 +254,7 @@ def imported(
     look_up    whether codes are looked up in a table
     rows_of_b  of a tile of weights; None: there are no tiles
     code       whose pairs become bfloat16, if any do
+    signed     whether tiles of bytes hold signed ones
     """
     wide = {"bf16": "bf16", "u8": "u8"}
     text = _SPREAD + _PREFETCH + _DOTS["f32" if unit == "f32" else wide.get(unit) or f"{unit} {width}"]
@@ -242,8 +262,10 @@ def imported(
         text += _LOOK_UP[wide.get(unit) or f"{unit} {width}"]
     if code is not None:
         text += small_float(code)
+    if rows_of_b and unit == "bf16":
+        text += _PACK + _SPREAD_OUT
     if rows_of_b:
-        text += _tiles(unit, rows_of_b)
+        text += _tiles("i8" if signed else unit, rows_of_b)
     with T.attr(tirx.const(0, "int32"), "pragma_import_llvm", text):
         yield
 
@@ -262,6 +284,16 @@ def look_up(table: tirx.Expr, at: tirx.Expr) -> tirx.Expr:
 def widened(codes: tirx.Expr) -> tirx.Expr:
     """Pairs of small floats, a code in each half, as bfloat16."""
     return T.call_pure_extern(INT, "qdsl_small_float", codes)
+
+
+def look_up_floats(table: tirx.Expr, at: tirx.Expr) -> tirx.Expr:
+    """Entries of a table of 16 float32."""
+    return T.reinterpret(FLOAT, T.call_pure_extern(INT, "qdsl_look_up_floats", table, at))
+
+
+def packed(even: tirx.Expr, odd: tirx.Expr) -> tirx.Expr:
+    """Two vectors of float32, rounded to bfloat16: a pair in each lane."""
+    return T.call_pure_extern(INT, "qdsl_pack", even, odd)
 
 
 def prefetch(at: tirx.Expr) -> None:

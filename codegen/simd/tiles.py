@@ -1,7 +1,7 @@
 """Products by tiles: 16 tokens by 64 bytes of inputs, by as many inputs by 16 features.
 
-Two tiles of weights, a block's features, meet one or two of x. With one or two the weights' tiles are made while those before
-them are multiplied; with more tokens, tiles of a whole group are made first, a panel, which all tokens use.
+Two tiles of weights, a block's features, meet one or two of x.  With one, the weights' tiles are made while those before them
+are multiplied; with more tokens, many are made first, a panel, which all tokens use.
 
     tiles 0-3   sums: tokens t / 2, features t % 2
     tiles 4, 5  tokens
@@ -10,6 +10,8 @@ them are multiplied; with more tokens, tiles of a whole group are made first, a 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
@@ -17,20 +19,21 @@ from qdsl.codegen.function import store
 from qdsl.codegen.simd import decode, primitives
 from qdsl.codegen.simd.blocked import FEATURES, LANES
 from qdsl.codegen.simd.finish import Group, output
-from qdsl.codegen.simd.state import HALVES, State, ceil_div, for_features, local, ramp
+from qdsl.codegen.simd.state import HALVES, State, ceil_div, div, for_features, local, ramp
 from qdsl.codegen.tir import f32, i64
 
 AHEAD = 64  # words of a lane that are asked for before they are needed: 8 KiB
-CACHE = 3 << 19  # bytes of x that leave room for the rest in a second cache of 2 MiB
-TILES = 16  # of a panel, where one group has all inputs
+SOON = 1  # tiles
+TILES = 8  # of a panel, where groups do not end it
+PAIRS, BLOCKS = 16, 8  # of a piece of work: 512 tokens by 256 features, 512 KiB of sums and as much of x
 ROW = i64(FEATURES * 4)  # bytes from a token's sums to the next
 
 
-def few(s: State, block: tirx.Expr, tokens: int) -> None:
-    """y for the features of a block, of up to 16 tokens or up to 32."""
+def few(s: State, block: tirx.Expr) -> None:
+    """y for the features of a block, of up to 16 tokens."""
     b, k = s.blocked, s.own.sizes["k"]
     entries, m = decode.table(b), s.own.sizes["m"]
-    at_once, halves = b.tile_inputs, tokens // LANES
+    at_once, tokens, halves = b.tile_inputs, LANES, 1
     operands = T.alloc_buffer((2, HALVES, at_once // b.depth, LANES), "int32", scope="global")
     acc = T.alloc_buffer((tokens, FEATURES), "float32", scope="global")
     part = T.alloc_buffer((tokens, FEATURES), s.kind, scope="global")
@@ -40,23 +43,23 @@ def few(s: State, block: tirx.Expr, tokens: int) -> None:
     _claim(s, part)
     primitives.call("tiles_open")
     with T.serial(i64(0), s.groups) as g:
-        start = g * s.step
-        end = T.min(start + s.step, k)
-        first = T.floordiv(start, i64(at_once))
-        count = ceil_div(end - start, at_once)
+        start = T.bind(g * s.step)
+        end = T.bind(T.min(start + s.step, k))
+        first = T.bind(div(start, i64(at_once)))
+        count = T.bind(ceil_div(end - start, at_once))
         if ones is not None:
             for_features(lambda v: store(ones, tirx.const(0, s.kind), v))
         _zero(halves)
-        _make(s, block, first, operands, i64(0), entries)
-        with T.serial(i64(1), count) as i:
-            _make(s, block, first + i, operands, T.bitwise_and(i, i64(1)), entries)
-            before = T.bitwise_and(i - i64(1), i64(1))
-            _weigh(s, ones, operands, before, first + i - i64(1))
-            _multiply(s, operands, before, first + i - i64(1), i64(0), halves)
-        last = T.bitwise_and(count - i64(1), i64(1))
-        _weigh(s, ones, operands, last, first + count - i64(1))
-        _multiply(s, operands, last, first + count - i64(1), i64(0), halves)
-        _move("store", part, i64(0), halves)
+        with T.serial(i64(0), count + i64(1)) as i:  # one is made while the one before it is multiplied
+            with T.If(i < count), T.Then():
+                if b.direct:
+                    _ask(s, block, first + i + i64(AHEAD * b.inputs // at_once), i64(0), i64(1))
+                _make(s, block, first + i, operands, T.bitwise_and(i, i64(1)), entries)
+            with T.If(i > i64(0)), T.Then():
+                before = T.bitwise_and(i - i64(1), i64(1))
+                _weigh(s, ones, operands, before, first + i - i64(1))
+                _multiply(s, block, operands, before, first + i - i64(1), i64(0), halves)
+        _move("store", part, halves, i64(0))
         group = Group(s, block, start, end, (lambda v: ones[v]) if s.weighed else None)
         with T.serial(i64(0), m) as r:
             group.promote(r, g, lambda v: part[r, v], acc, r)
@@ -65,79 +68,115 @@ def few(s: State, block: tirx.Expr, tokens: int) -> None:
         output(s, r, block, lambda v: acc[r, v])
 
 
-def chunks(s: State) -> tuple[tirx.Expr, tirx.Expr]:
-    """(parts of the tokens whose x stays in a core's second cache while block after block uses it, pairs of tiles in one)."""
-    pairs = T.floordiv(s.tokens, i64(2 * LANES))
-    of_pair = s.padded * i64(2 * LANES * s.blocked.planes * 4 // s.blocked.depth)
-    count = ceil_div(pairs, T.max(i64(1), T.floordiv(i64(CACHE), of_pair)))
-    return count, ceil_div(pairs, count)
+@dataclass(frozen=True)
+class Work:
+    """How many tokens' worth of `many` is cut up: pieces of `pairs` pairs of tiles of tokens by `blocks` blocks of features,
+    whose x of a panel and whose sums stay in a core's second cache, while the panel of one block stays in the first."""
+
+    chunks: tirx.Expr
+    pairs: tirx.Expr
+    rows: tirx.Expr
+    blocks: tirx.Expr
+
+    @property
+    def pieces(self) -> tirx.Expr:
+        return self.chunks * self.rows
 
 
-def many(s: State, block: tirx.Expr, first_pair: tirx.Expr, pairs: tirx.Expr, most: tirx.Expr) -> None:
-    """y for the features of a block, of some pairs of tiles of tokens; `most` at the most."""
+def work(s: State, blocks: tirx.Expr) -> Work:
+    """Pieces large enough to be worth a panel, and so many that threads have several each."""
+    threads = T.cast(T.call_extern("int32", "omp_get_max_threads"), "int64")
+    pairs = div(s.tokens, i64(2 * LANES))
+    chunks = T.bind(ceil_div(pairs, max(1, PAIRS // s.blocked.planes)))
+    together = T.bind(T.max(i64(1), T.min(i64(BLOCKS), div(blocks, threads * i64(2)))))
+    return Work(chunks, T.bind(ceil_div(pairs, chunks)), T.bind(ceil_div(blocks, together)), together)
+
+
+def many(s: State, first_block: tirx.Expr, blocks: tirx.Expr, first_pair: tirx.Expr, pairs: tirx.Expr) -> None:
+    """y for the features of some blocks, of some pairs of tiles of tokens."""
     b, k = s.blocked, s.own.sizes["k"]
-    entries = decode.table(b)
+    entries = decode.table(b, b.folds)
     at_once, square = b.tile_inputs, i64(2 * LANES)
-    whole = b.step is None  # a group is several panels: its sums are kept between them
-    tiles = TILES if whole else b.step // at_once
+    whole = b.step is None or b.folds  # what is summed goes on from panel to panel, its sums are kept between them
+    groups = max(1, TILES * at_once // b.step) if b.step and b.folds else 1
+    tiles = groups * b.step // at_once if b.step else TILES
     operands = T.alloc_buffer((i64(tiles), i64(HALVES), i64(at_once // b.depth), i64(LANES)), "int32", scope="global")
-    acc = T.alloc_buffer((most * square, i64(FEATURES)), "float32", scope="global")
-    part = T.alloc_buffer((most * square if whole else square, i64(FEATURES)), s.kind, scope="global")
-    ones = local((FEATURES,), s.kind) if s.weighed else None
-    zero, token = tirx.const(0, s.kind), first_pair * square
-    rows = T.min(pairs * square, s.own.sizes["m"] - token)
-    with T.serial(i64(0), pairs * square) as r:
-        for_features(lambda v: store(acc, f32(0), r, v))
-        if whole:
-            for_features(lambda v: store(part, zero, r, v))
-    if not whole:
+    most = i64(PAIRS // b.planes) * square
+    kept = T.alloc_buffer((i64(BLOCKS), most, i64(FEATURES)), s.kind if whole else "float32", scope="global")
+    part = None if whole else T.alloc_buffer((i64(1), square, i64(FEATURES)), s.kind, scope="global")
+    ones = T.alloc_buffer((i64(BLOCKS), i64(FEATURES)), s.kind, scope="global") if s.weighed else None
+    token = first_pair * square
+    with T.serial(i64(0), blocks) as n:
+        with T.serial(i64(0), pairs * square) as r:
+            for_features(lambda v: store(kept, tirx.const(0, s.kind if whole else "float32"), n, r, v))
+        if ones is not None:
+            for_features(lambda v: store(ones, tirx.const(0, s.kind), n, v))
+    if part is not None:
         _claim(s, part)
-    if ones is not None:
-        for_features(lambda v: store(ones, zero, v))
     primitives.call("tiles_open")
-    with T.serial(i64(0), ceil_div(k, tiles * at_once)) as g:
+    with T.serial(i64(0), ceil_div(k, tiles * at_once)) as g, T.serial(i64(0), blocks) as n:
+        block = first_block + n
         start = g * i64(tiles * at_once)
-        end = T.min(start + i64(tiles * at_once), k)
-        first, count = g * i64(tiles), ceil_div(end - start, at_once)
+        end = T.bind(T.min(start + i64(tiles * at_once), k))
+        first, count = g * i64(tiles), T.bind(ceil_div(end - start, at_once))
         if ones is not None and not whole:
-            for_features(lambda v: store(ones, zero, v))
-        with T.serial(i64(0), count) as i:
-            _make(s, block, first + i, operands, i, entries)
-            _weigh(s, ones, operands, i, first + i)
-        group = None if whole else Group(s, block, start, end, (lambda v: ones[v]) if s.weighed else None)
+            for_features(lambda v: store(ones, tirx.const(0, s.kind), n, v))
+        if b.folds:
+            with T.serial(i64(0), ceil_div(end - start, b.step)) as j:
+                of_group = b.step // at_once
+                group = Group(s, block, start + j * i64(b.step), end, None)
+                with T.serial(i64(0), T.min(i64(of_group), count - j * i64(of_group))) as i:
+                    at = j * i64(of_group) + i
+                    _make(s, block, first + at, operands, at, entries, group)
+        else:
+            with T.serial(i64(0), count) as i:
+                _make(s, block, first + i, operands, i, entries)
+                _weigh(s, ones, operands, i, first + i, n)
+        if not whole:
+            group = Group(s, block, start, end, (lambda v: ones[n, v]) if s.weighed else None)
         with T.serial(i64(0), pairs) as p:
             row = p * square
             if whole:
-                _move("load", part, row, 2)
+                _move("load", kept, 2, n, row)
             else:
                 _zero(2)
             with T.serial(i64(0), count) as i:
-                _multiply(s, operands, i, first + i, first_pair + p, 2)
-            _move("store", part, row if whole else i64(0), 2)
-            if group is not None:
+                _ask(s, block, first + i + i64(tiles), p, pairs)
+                _multiply(s, block, operands, i, first + i, first_pair + p, 2)
+            _move("store", kept if whole else part, 2, n if whole else i64(0), row if whole else i64(0))
+            if not whole:
                 with T.serial(i64(0), square) as r:
-                    group.promote(token + row + r, g, lambda v: part[r, v], acc, row + r)
+                    group.promote(token + row + r, g, lambda v: part[i64(0), r, v], kept, n, row + r)
     primitives.call("tiles_close")
-    if whole:
-        group = Group(s, block, i64(0), k, (lambda v: ones[v]) if s.weighed else None)
-        with T.serial(i64(0), rows) as r:
-            group.promote(token + r, i64(0), lambda v: part[r, v], acc, r)
-    with T.serial(i64(0), rows) as r:
-        output(s, token + r, block, lambda v: acc[r, v])
+    with T.serial(i64(0), blocks) as n:
+        if whole and not b.folds:
+            group = Group(s, first_block + n, i64(0), k, (lambda v: ones[n, v]) if s.weighed else None)
+        with T.serial(i64(0), T.min(pairs * square, s.own.sizes["m"] - token)) as r:
+            if whole and not b.folds:
+                output(s, token + r, first_block + n, group.promoted(token + r, i64(0), lambda v: kept[n, r, v]))
+            else:
+                output(s, token + r, first_block + n, lambda v: kept[n, r, v])
 
 
-def _make(s: State, block, tile, operands, to, entries) -> None:
-    """The two tiles of weights of 64 bytes' inputs; those beyond the last are zeros."""
+def _make(s: State, block, tile, operands, to, entries, group: Group | None = None) -> None:
+    """The two tiles of weights of 64 bytes' inputs, those beyond the last zeros; finished ones of a given group."""
     b = s.blocked
-    weights, per_word = s.own.buffers[b.code], b.inputs // b.depth
+    weights, per_word, code = s.own.buffers[b.code], b.inputs // b.depth, s.plan.scheme.code.dtype
     words = b.tile_inputs // b.inputs
+    if b.direct:
+        return
     first, end = tile * i64(words), ceil_div(s.own.sizes["k"], b.inputs)
 
     def word(w: tirx.Expr, row: tirx.Expr) -> None:
         for u in range(HALVES):
             primitives.prefetch(T.address_of(weights[block, w + i64(AHEAD), i64(u * LANES)]))
-            held = weights[block, w, ramp(u * LANES)]
-            for q, v in enumerate(decode.operands(b, s.plan.scheme.code.dtype, held, entries)):
+            held = T.bind(weights[block, w, ramp(u * LANES)])
+            if group is None:
+                vectors = decode.operands(b, code, held, entries)
+            else:
+                scale, more = (f[ramp(u * LANES)] if f is not None else None for f in (group.scale, group.correction))
+                vectors = decode.finished(b, code, held, entries, scale, more)
+            for q, v in enumerate(vectors):
                 store(operands, v, to, i64(u), row + i64(q), ramp(0))
 
     with T.If(first + i64(words) <= end):
@@ -155,7 +194,7 @@ def _make(s: State, block, tile, operands, to, entries) -> None:
                             store(operands, zero, to, i64(u), w * i64(per_word) + i64(q), ramp(0))
 
 
-def _weigh(s: State, ones, operands, at, tile) -> None:
+def _weigh(s: State, ones, operands, at, tile, *of) -> None:
     """The sums of a tile's operands."""
     if ones is None:
         return
@@ -163,14 +202,13 @@ def _weigh(s: State, ones, operands, at, tile) -> None:
     with T.serial(i64(0), i64(b.tile_inputs // b.depth)) as i:
         for u in range(HALVES):
             one = s.one(tile * i64(b.tile_inputs) + i * i64(b.depth))
-            held = primitives.dot(ones[ramp(u * LANES)], operands[at, i64(u), i, ramp(0)], one)
-            store(ones, held, ramp(u * LANES))
+            held = primitives.dot(ones[(*of, ramp(u * LANES))], operands[at, i64(u), i, ramp(0)], one)
+            store(ones, held, *of, ramp(u * LANES))
 
 
 def _claim(s: State, part: tirx.Buffer) -> None:
     """TVM keeps of a buffer what it sees used, and does not see what tiles store: so the last element is, too."""
-    rows, width = part.shape
-    store(part, tirx.const(0, s.kind), rows - i64(1), width - i64(1))
+    store(part, tirx.const(0, s.kind), *(extent - i64(1) for extent in part.shape))
 
 
 def _zero(halves: int) -> None:
@@ -178,21 +216,40 @@ def _zero(halves: int) -> None:
         primitives.call(f"tile_zero_{t}")
 
 
-def _move(what: str, part: tirx.Buffer, row: tirx.Expr, halves: int) -> None:
+def _move(what: str, part: tirx.Buffer, halves: int, *place) -> None:
     """Sums to memory or from there."""
+    *of, row = place
     for t in range(2 * halves):
-        place = T.address_of(part[row + i64(t // 2 * LANES), i64(t % 2 * LANES)])
-        primitives.call(f"tile_{what}_{t}", place, ROW)
+        at = T.address_of(part[(*of, row + i64(t // 2 * LANES), i64(t % 2 * LANES))])
+        primitives.call(f"tile_{what}_{t}", at, ROW)
 
 
-def _multiply(s: State, operands, at, tile, pair, halves: int) -> None:
+def _multiply(s: State, block, operands, at, tile, pair, halves: int) -> None:
     """sums += the products of one or both tiles of a pair of tokens' with two of weights."""
     b = s.blocked
     for u in range(HALVES):
-        primitives.call(f"tile_load_{6 + u}", T.address_of(operands[at, i64(u), i64(0), i64(0)]), i64(LANES * 4))
+        place, line = operands[at, i64(u), i64(0), i64(0)], LANES
+        if b.direct:
+            place, line = s.own.buffers[b.code][block, tile * i64(b.tile_inputs // b.inputs), i64(u * LANES)], FEATURES
+        primitives.call(f"tile_load_{6 + u}", T.address_of(place), i64(line * 4))
     for plane in range(b.planes):
         for half in range(halves):
             place = T.address_of(s.x[pair, tile, i64(plane), i64(half), i64(0), i64(0)])
             primitives.call(f"tile_load_{4 + half}", place, i64(b.tile_inputs * 4 // b.depth))
         for t in range(2 * halves):
             primitives.call(f"tile_product_{t}")
+    if halves == 2:  # what tiles load, nothing else asks for
+        for line in range(b.planes * 2 * LANES * b.tile_inputs * 4 // b.depth // 64):
+            place = s.x[pair, tile + i64(SOON), i64(0), i64(0), i64(0), i64(line * 64 * b.depth // 4)]
+            primitives.prefetch(T.address_of(place))
+
+
+def _ask(s: State, block, tile, part: tirx.Expr, parts: tirx.Expr) -> None:
+    """One of so many parts of the words of a tile is asked for: memory works while tiles multiply."""
+    b = s.blocked
+    words = b.tile_inputs // b.inputs
+    each = ceil_div(i64(words), parts)
+    with T.serial(part * each, T.min(i64(words), part * each + each)) as w:
+        for u in range(HALVES):
+            at = s.own.buffers[b.code][block, tile * i64(words) + w, i64(u * LANES)]
+            primitives.prefetch(T.address_of(at))

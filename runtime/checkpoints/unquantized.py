@@ -36,8 +36,8 @@ def plan(
         return found
     for entry in wish.skip:
         if not any(listed(name, [entry]) for name in modules):
-            near = closest_names(entry, modules)
-            found.problems.append(f"the list of modules to leave out names {entry!r}, which is no linear layer{near}")
+            near = closest_names(entry, dict.fromkeys([*modules, *(name.rpartition(".")[2] for name in modules)]))
+            found.problems.append(f"skip names {entry!r}, which is no linear layer{near}")
     for name, module in modules.items():
         weight = stored.get(weights[name])
         if listed(name, wish.skip) or weight is None:
