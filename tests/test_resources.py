@@ -35,10 +35,10 @@ TIGHT = {"w256", "w152", "w128_wide", "w128", "w128_split", "w32_wide", "t8_tall
     [
         ("sm_80", AWQ, 0),
         ("sm_90a", AWQ, 0),
-        ("sm_90a", SYMMETRIC, 0),
+        ("sm_90a", SYMMETRIC, 8),  # two registers, outside of the loop
         ("sm_90a", MIXED, 0),
         ("sm_90a", INT8, 0),
-        ("sm_90a", NVFP4, 8),  # two registers, outside of the loop
+        ("sm_90a", NVFP4, 8),
         ("sm_80", FIVE, 0),
         ("sm_80", TABLE, 0),
         ("sm_90a", E4M3, 64),  # 256 tokens: sums, products and their factors
