@@ -10,32 +10,28 @@ timed.  Bandwidth and peaks are measured by `limits.c` in the same run.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import random
-import signal
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from cpu_family import EndedError, Family
 from cpu_problem import CLASSES, DENSE, LIMIT, OURS, TOKENS
+from limits import Limits, floor_us
 from peers_cpu import FAMILIES, PACKAGES
 
 import qdsl
 from qdsl import cli, results
 from qdsl.diagnostic import Error
 from qdsl.results import Cell, Results
-from qdsl.runtime.bench import declared_bytes
-from qdsl.scheme import Scheme
 
-HERE = Path(__file__).parent
 SHAPES = ((4096, 4096), (4096, 11008), (11008, 4096))  # K, N
 # glibc's memory on huge pages; idle threads that sleep, for the next in turn has the processor.
 ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "OMP_WAIT_POLICY": "passive"}
@@ -44,107 +40,6 @@ ALLOWED, ALLOWED_F32 = 2e-2, 1e-3
 SLOW, SLOW_US = 8, 2e4  # as many times the fastest peer, and as long: no larger M
 HUGE_PART = 0.5  # of a process's memory on huge pages: with less, it says so
 PAUSE_S = 0.002  # for threads of the last one to sleep
-LIMIT_S = 0.2  # of reading, and a quarter of it of every unit, for each class and shape
-
-
-# ---- what the machine can do -------------------------------------------------------------------------------------
-class Limits:
-    """limits.c, compiled here for this processor, and the samples taken so far."""
-
-    def __init__(self, folder: Path) -> None:
-        self.program, compiler = folder / "limits", os.environ.get("CC", "cc")
-        command = [compiler, "-O3", "-march=native", "-pthread", str(HERE / "limits.c"), "-o", str(self.program)]
-        try:
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-        except OSError as problem:
-            raise Error(f"limits.c: no C compiler {compiler!r} ({problem}); name one with CC") from None
-        if done.returncode:
-            raise Error(f"limits.c: {compiler} does not compile it; name another with CC\n{done.stderr.strip()}")
-        self.units = self._run("units")
-        self.samples: dict[tuple[str, int], list[float]] = defaultdict(list)
-
-    def _run(self, *arguments: object) -> list[str]:
-        done = subprocess.run([self.program, *map(str, arguments)], capture_output=True, text=True, check=False)
-        if done.returncode:
-            raise Error(f"limits {' '.join(map(str, arguments))}: {done.stderr.strip() or f'status {done.returncode}'}")
-        return done.stdout.split()
-
-    def measure(self, threads: Iterable[int], rotation: int, units: Iterable[str]) -> None:
-        for t in threads:
-            self.samples["read", t] += map(float, self._run("read", t, rotation, LIMIT_S))
-            for unit in units:
-                if unit in self.units:
-                    self.samples[unit, t] += map(float, self._run(unit, t, LIMIT_S / 4))
-
-    def rate(self, name: str, threads: int) -> float:
-        """Bytes or operations per second: the median."""
-        return statistics.median(self.samples[name, threads])
-
-    def times(self, group: str, scheme: Scheme, k: int, n: int, m: int, threads: int) -> dict[str, float]:
-        """µs of a product, by what limits it: reading what it declares, or multiplying by one unit or another."""
-        found = {"read": declared_bytes(scheme, m, n, k) / self.rate("read", threads) * 1e6}
-        for unit, taken in CLASSES[group].units.items():
-            if unit in self.units:
-                found[unit] = 2e6 * m * n * k * taken / self.rate(unit, threads)
-        return found
-
-
-def floor_us(times: Mapping[str, float]) -> float:
-    """Reading and multiplying, by the fastest unit, at the same time."""
-    units = [us for name, us in times.items() if name != "read"]
-    return max(times["read"], min(units, default=0.0))
-
-
-# ---- processes ---------------------------------------------------------------------------------------------------
-class EndedError(Exception):
-    """A family's process ended while it was about something."""
-
-    def __init__(self, key: str, status: int) -> None:
-        self.key = key
-        super().__init__(f"ended its process ({signal.Signals(-status).name if status < 0 else f'status {status}'})")
-
-
-class Family:
-    """A process with contenders; `absent` says why there is none."""
-
-    def __init__(self, name: str, python: str, environment: Mapping[str, str]) -> None:
-        self.name, self.python, self.environment = name, python, environment
-        self.absent, self.versions = "", {}
-        self._start()
-
-    def _start(self) -> None:
-        self.process = subprocess.Popen(
-            [self.python, str(HERE / "cpu_process.py"), self.name], text=True, env={**os.environ, **self.environment},
-            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        try:
-            hello = self._answer("")
-        except EndedError as problem:
-            hello = {"absent": str(problem)}
-        self.absent, self.versions = hello.get("absent", ""), hello.get("versions", {})
-
-    def ask(self, do: str, **arguments: object) -> dict:
-        """The answer; raises EndedError when the process ends instead, after which there is a new one."""
-        try:
-            self.process.stdin.write(json.dumps({"do": do, **arguments}) + "\n")
-            self.process.stdin.flush()
-            return self._answer("")
-        except (EndedError, BrokenPipeError) as problem:
-            ended = problem if isinstance(problem, EndedError) else EndedError("", self.process.wait())
-            self._start()
-            raise ended from None
-
-    def _answer(self, key: str) -> dict:
-        for line in self.process.stdout:
-            answer = json.loads(line)
-            if "now" not in answer:
-                return answer
-            key = answer["now"]
-        raise EndedError(key, self.process.wait())
-
-    def close(self) -> None:
-        self.process.stdin.close()
-        self.process.wait()
 
 
 # ---- one class and shape -----------------------------------------------------------------------------------------
@@ -303,7 +198,7 @@ class Block:
 
     def line(self, m: int, t: int) -> str:
         """What was found for one M, the fastest first."""
-        times = sorted((statistics.median(e.us[m, t]), e.name) for e in self.entries if e.us[m, t])
+        times = sorted((statistics.median(e.us[m, t]), e.key if e.ours else e.name) for e in self.entries if e.us[m, t])
         return f"{self.group:11}{self.k}x{self.n} {t}T M={m:<4}" + "  ".join(f"{us:.0f} {name}" for us, name in times)
 
 

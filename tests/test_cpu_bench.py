@@ -19,6 +19,7 @@ from qdsl.results import Cell, Meta, Results
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import cpu  # noqa: E402
+import cpu_family  # noqa: E402
 import cpu_process  # noqa: E402
 import goals  # noqa: E402
 import goals_cpu  # noqa: E402
@@ -118,7 +119,7 @@ for line in sys.stdin:
 
 def test_who_ends_the_process_is_wrong_or_slow_is_left_out(tmp_path, monkeypatch):
     (tmp_path / "cpu_process.py").write_text(FAMILY)
-    monkeypatch.setattr(cpu, "HERE", tmp_path)
+    monkeypatch.setattr(cpu_family, "PROGRAM", tmp_path / "cpu_process.py")
     family = cpu.Family("fake", sys.executable, {})
     try:
         block = cpu.Block("w4a16_bf16", 4096, 4096, [family], None, 1)
