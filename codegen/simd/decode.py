@@ -33,7 +33,12 @@ def table(b: Blocked, floats: bool = False) -> tirx.Buffer | None:
 
 
 def finished(
-    b: Blocked, code: DType, words: tirx.Expr, entries: tirx.Buffer | None, scale: tirx.Expr | None, more: tirx.Expr | None
+    b: Blocked,
+    code: DType,
+    words: tirx.Expr,
+    entries: tirx.Buffer | None,
+    scale: tirx.Expr | None,
+    more: tirx.Expr | None,
 ) -> list[tirx.Expr]:
     """The same of finished weights: scale * code + more, rounded to bfloat16; `entries` are floats."""
     less = _less(b, code)

@@ -45,7 +45,9 @@ class Group:
             return total
 
         def weighed(v: tirx.Expr) -> tirx.Expr:
-            return as_float(ones(v) - T.cast(self.count, "int32") * tirx.const(s.offset, "int32") if s.offset else ones(v))
+            return as_float(
+                ones(v) - T.cast(self.count, "int32") * tirx.const(s.offset, "int32") if s.offset else ones(v)
+            )
 
         if self.scale is not None:
             for_features(lambda v: store(self.scale, factor(s, scale, at(v)), v))

@@ -12,7 +12,7 @@ from tvm.tirx.script import builder as T
 from qdsl.codegen.function import for_tokens, store
 from qdsl.codegen.portable import activation_core
 from qdsl.codegen.simd.blocked import LANES
-from qdsl.codegen.simd.state import State, for_lanes, local
+from qdsl.codegen.simd.state import State, div, for_lanes, local
 from qdsl.codegen.tir import as_float, bits_of, choose, f32, float_of, i64, u32
 
 ELEMENT = {"f32": "float32", "bf16": "uint16", "i16": "int16", "u8": "int8"}
@@ -24,7 +24,7 @@ def allocate(s: State) -> None:
     shape: tuple = (s.tokens, planes, s.padded)
     if s.by_tiles:
         tile, token = i64(s.blocked.tile_inputs), i64(LANES)
-        shape = T.floordiv(s.tokens, token * i64(2)), T.floordiv(s.padded, tile), planes, i64(2), token, tile
+        shape = div(s.tokens, token * i64(2)), div(s.padded, tile), planes, i64(2), token, tile
     s.x = T.alloc_buffer(shape, kind, scope="global")
     if s.corrected:
         s.sums = T.alloc_buffer((s.tokens, s.groups), s.kind, scope="global")
@@ -46,7 +46,7 @@ def _row(s: State, row: tirx.Expr) -> None:
     """A token's inputs; beyond the last token they are zeros."""
     k, m = s.own.sizes["k"], s.own.sizes["m"]
     lanes, zero = i64(LANES), tirx.const(0, s.kind)
-    whole = T.if_then_else(row < m, T.floordiv(k, lanes), i64(0))
+    whole = T.if_then_else(row < m, div(k, lanes), i64(0))
 
     def put(at: tirx.Expr, v: tirx.Expr, value: tirx.Expr) -> None:
         for plane, part in enumerate(_planes(s, value)):
@@ -54,7 +54,7 @@ def _row(s: State, row: tirx.Expr) -> None:
 
     with T.serial(i64(0), whole) as i:
         for_lanes(lambda v: put(i * lanes, v, activation_core(s, row, i * lanes + v)))
-    with T.serial(whole, T.floordiv(s.padded, lanes)) as i, T.serial(i64(0), lanes) as v:
+    with T.serial(whole, div(s.padded, lanes)) as i, T.serial(i64(0), lanes) as v:
         at = i * lanes
         with T.If((at + v < k) & (row < m)):
             with T.Then():
@@ -74,7 +74,7 @@ def _sum(s: State, row: tirx.Expr) -> None:
     with T.serial(i64(0), s.groups) as g:
         start = g * s.step
         count = T.if_then_else(row < m, T.min(s.step, k - start), i64(0))
-        whole = T.floordiv(count, i64(LANES))
+        whole = div(count, i64(LANES))
         for_lanes(lambda v: store(lanes, zero, v))
         with T.serial(i64(0), whole) as i:
             at = start + i * i64(LANES)

@@ -9,7 +9,7 @@ from qdsl.codegen.function import ENOUGH, limit_threads, open_function
 from qdsl.codegen.plan import Plan
 from qdsl.codegen.simd import decode, inputs, panel, primitives, rows, tiles
 from qdsl.codegen.simd.blocked import FEATURES, LANES
-from qdsl.codegen.simd.state import State, ceil_div
+from qdsl.codegen.simd.state import State, ceil_div, div, mod
 from qdsl.codegen.tir import i64
 
 
@@ -30,11 +30,11 @@ def _linear(plan: Plan, name: str, args: tuple[str, ...]) -> tirx.PrimFunc:
             k, m = own.sizes["k"], own.sizes["m"]
             s = State(plan, b, own, by_tiles)
             together = 2 * LANES if by_tiles else panel.at_once(s) if name == "linear_panel" else rows.at_once(s)[-1]
-            s.tokens = ceil_div(m, together) * i64(together)
-            s.padded = ceil_div(k, s.multiple) * i64(s.multiple)
+            s.tokens = T.bind(ceil_div(m, together) * i64(together))
+            s.padded = T.bind(ceil_div(k, s.multiple) * i64(s.multiple))
             inputs.allocate(s)
             inputs.fill(s)
-            blocks = ceil_div(own.buffers["y"].shape[1], FEATURES)
+            blocks = T.bind(ceil_div(own.buffers["y"].shape[1], FEATURES))
             if by_tiles:
                 _by_tiles(s, blocks)
             else:
@@ -46,26 +46,19 @@ def _linear(plan: Plan, name: str, args: tuple[str, ...]) -> tirx.PrimFunc:
 def _parallel(s: State, count: tirx.Expr):
     """A loop over pieces of all products, which are enough for so many threads."""
     products = s.own.sizes["m"] * s.own.sizes["k"] * s.own.buffers["y"].shape[1]
-    limit_threads(T.floordiv(products, i64(ENOUGH)))
+    limit_threads(div(products, i64(ENOUGH)))
     return T.parallel(i64(0), count)
 
 
 def _by_tiles(s: State, blocks: tirx.Expr) -> None:
-    m = s.own.sizes["m"]
-
-    def few(tokens: int) -> None:
-        with _parallel(s, blocks) as block:
-            tiles.few(s, block, tokens)
-
-    with T.If(m <= i64(LANES)):
-        with T.Then():
-            few(LANES)
-        with T.Else(), T.If(m <= i64(2 * LANES)):
-            with T.Then():
-                few(2 * LANES)
-            with T.Else():
-                w = tiles.work(s, blocks)
-                pairs = T.floordiv(s.tokens, i64(2 * LANES))
-                with _parallel(s, w.pieces) as i:
-                    block, pair = T.floormod(i, w.rows) * w.blocks, T.floordiv(i, w.rows) * w.pairs
-                    tiles.many(s, block, T.min(w.blocks, blocks - block), pair, T.min(w.pairs, pairs - pair))
+    with T.If(s.own.sizes["m"] <= i64(LANES)):
+        with T.Then(), _parallel(s, blocks) as block:
+            tiles.few(s, block)
+        with T.Else():
+            w = tiles.work(s, blocks)
+            pairs = div(s.tokens, i64(2 * LANES))
+            with _parallel(s, w.pieces) as i:
+                block = T.bind(mod(i, w.rows) * w.blocks)
+                pair = T.bind(div(i, w.rows) * w.pairs)
+                here = T.bind(T.min(w.blocks, blocks - block)), T.bind(T.min(w.pairs, pairs - pair))
+                tiles.many(s, block, here[0], pair, here[1])

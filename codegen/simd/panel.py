@@ -10,7 +10,7 @@ from qdsl.codegen.simd import decode, primitives
 from qdsl.codegen.simd.blocked import FEATURES, LANES
 from qdsl.codegen.simd.finish import Group, output
 from qdsl.codegen.simd.rows import AHEAD
-from qdsl.codegen.simd.state import HALVES, State, ceil_div, for_features, local, ramp
+from qdsl.codegen.simd.state import HALVES, State, ceil_div, div, for_features, local, ramp
 from qdsl.codegen.tir import f32, i64
 
 INPUTS = 512  # of a panel, where one group has all
@@ -41,7 +41,7 @@ def block_of(s: State, block: tirx.Expr) -> None:
         for_features(lambda v: store(ones, zero, v))
     with T.serial(i64(0), ceil_div(k, inputs)) as g:
         start = g * i64(inputs)
-        end = T.min(start + i64(inputs), k)
+        end = T.bind(T.min(start + i64(inputs), k))
         _fill(s, block, start, end, operands, entries)
         if ones is not None:
             if not whole:
@@ -52,7 +52,7 @@ def block_of(s: State, block: tirx.Expr) -> None:
                     held = primitives.dot(ones[ramp(u * LANES)], operands[i, ramp(u * LANES)], at)
                     store(ones, held, ramp(u * LANES))
         group = None if whole else Group(s, block, start, end, (lambda v: ones[v]) if s.weighed else None)
-        with T.serial(i64(0), T.floordiv(s.tokens, i64(unit))) as square:
+        with T.serial(i64(0), div(s.tokens, i64(unit))) as square:
             row = square * i64(unit)
             _square(s, row, row if whole else i64(0), start, end, operands, part, clear=not whole)
             if group is not None:
@@ -71,10 +71,10 @@ def _fill(s, block, start, end, operands, entries) -> None:
     b = s.blocked
     weights, per_word = s.own.buffers[b.code], b.inputs // b.depth
     with T.serial(i64(0), ceil_div(end - start, b.inputs)) as i:
-        word = T.floordiv(start, i64(b.inputs)) + i
+        word = div(start, i64(b.inputs)) + i
         for u in range(HALVES):
             primitives.prefetch(T.address_of(weights[block, word + i64(AHEAD), i64(u * LANES)]))
-            held = weights[block, word, ramp(u * LANES)]
+            held = T.bind(weights[block, word, ramp(u * LANES)])
             for q, v in enumerate(decode.operands(b, s.plan.scheme.code.dtype, held, entries)):
                 store(operands, v, i * i64(per_word) + i64(q), ramp(u * LANES))
 

@@ -138,7 +138,6 @@ define linkonce_odr <16 x i32> @qdsl_look_up(<16 x i32> %table, <16 x i32> %at) 
 }
 
 
-
 _PACK = """
 declare <32 x bfloat> @llvm.x86.avx512bf16.cvtne2ps2bf16.512(<16 x float>, <16 x float>)
 define linkonce_odr <16 x i32> @qdsl_pack(<16 x float> %even, <16 x float> %odd) alwaysinline {

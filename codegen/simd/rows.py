@@ -13,7 +13,7 @@ from qdsl.codegen.function import store
 from qdsl.codegen.simd import decode, primitives
 from qdsl.codegen.simd.blocked import FEATURES, LANES
 from qdsl.codegen.simd.finish import Group, output
-from qdsl.codegen.simd.state import HALVES, State, ceil_div, for_features, local, ramp
+from qdsl.codegen.simd.state import HALVES, State, ceil_div, div, for_features, local, ramp
 from qdsl.codegen.tir import f32, i64
 
 AHEAD = 32  # words of a lane that are asked for before they are needed: 4 KiB
@@ -52,7 +52,7 @@ def _few(s: State, block: tirx.Expr, row: tirx.Expr, count: int, entries: tirx.B
     words = max(1, chains * b.depth // b.inputs)  # that are worked on at once
     acc = [local((FEATURES,), "float32") for _ in range(count)]
     part = [[local((FEATURES,), s.kind) for _ in range(chains)] for _ in range(rows)]
-    weights, zero = s.own.buffers[b.code], tirx.const(0, s.kind)
+    weights, code, zero = s.own.buffers[b.code], s.plan.scheme.code.dtype, tirx.const(0, s.kind)
     for held in acc:
         for_features(lambda v, held=held: store(held, f32(0), v))
 
@@ -61,8 +61,8 @@ def _few(s: State, block: tirx.Expr, row: tirx.Expr, count: int, entries: tirx.B
             i = first + i64(w)
             for u in range(HALVES):
                 primitives.prefetch(T.address_of(weights[block, i + i64(AHEAD), i64(u * LANES)]))
-            read = [weights[block, i, ramp(u * LANES)] for u in range(HALVES)]
-            vectors = [decode.operands(b, s.plan.scheme.code.dtype, v, entries) for v in read]
+            read = [T.bind(weights[block, i, ramp(u * LANES)]) for u in range(HALVES)]
+            vectors = [[T.bind(v) for v in decode.operands(b, code, held, entries)] for held in read]
             for q in range(b.inputs // b.depth):
                 at = i * i64(b.inputs) + i64(q * b.depth)
                 for r in range(rows):
@@ -83,12 +83,12 @@ def _few(s: State, block: tirx.Expr, row: tirx.Expr, count: int, entries: tirx.B
         return total
 
     with T.serial(i64(0), s.groups) as g:
-        start = g * s.step
-        end = T.min(start + s.step, k)
+        start = T.bind(g * s.step)
+        end = T.bind(T.min(start + s.step, k))
         for held in (p for own in part for p in own):
             for_features(lambda v, held=held: store(held, zero, v))
-        first, last = T.floordiv(start, i64(b.inputs)), ceil_div(end, b.inputs)
-        several = T.floordiv(last - first, i64(words))
+        first, last = T.bind(div(start, i64(b.inputs))), T.bind(ceil_div(end, b.inputs))
+        several = T.bind(div(last - first, i64(words)))
         with T.serial(i64(0), several) as i:
             work(first + i * i64(words), words)
         if words > 1:

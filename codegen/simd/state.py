@@ -16,8 +16,25 @@ from qdsl.codegen.tir import i64
 HALVES = FEATURES // LANES
 
 
+def div(a: tirx.Expr, b: tirx.Expr | int) -> tirx.Expr:
+    """Of numbers that are not negative, which TVM would take seconds to find out of a `floordiv`."""
+    b = i64(b) if isinstance(b, int) else b
+    if isinstance(b, tirx.IntImm) and b.value & (b.value - 1) == 0:
+        return a >> i64(b.value.bit_length() - 1)
+    return T.truncdiv(a, b)
+
+
+def mod(a: tirx.Expr, b: tirx.Expr | int) -> tirx.Expr:
+    """Of numbers that are not negative."""
+    b = i64(b) if isinstance(b, int) else b
+    if isinstance(b, tirx.IntImm) and b.value & (b.value - 1) == 0:
+        return a & i64(b.value - 1)
+    return T.truncmod(a, b)
+
+
 def ceil_div(a: tirx.Expr, b: tirx.Expr | int) -> tirx.Expr:
-    return T.floordiv(a + i64(b - 1), i64(b)) if isinstance(b, int) else T.floordiv(a + b - i64(1), b)
+    """Of numbers that are not negative."""
+    return div(a + i64(b - 1), b) if isinstance(b, int) else div(a + b - i64(1), b)
 
 
 def ramp(start: tirx.Expr | int) -> tirx.Expr:
@@ -85,9 +102,9 @@ class State:
         if not self.by_tiles:
             return row, i64(plane), k + v
         tile, token = i64(self.blocked.tile_inputs), i64(LANES)
-        pair, of_pair = T.floordiv(row, i64(2 * LANES)), T.floormod(T.floordiv(row, token), i64(2))
+        pair, of_pair = div(row, i64(2 * LANES)), mod(div(row, token), i64(2))
         return (
-            pair, T.floordiv(k, tile), i64(plane), of_pair, T.floormod(row, token), T.floormod(k, tile) + v
+            pair, div(k, tile), i64(plane), of_pair, mod(row, token), mod(k, tile) + v
         )  # fmt: skip
 
     def operand(self, row: tirx.Expr, plane: int, k: tirx.Expr) -> tirx.Expr:

@@ -1,7 +1,7 @@
 """Products by tiles: 16 tokens by 64 bytes of inputs, by as many inputs by 16 features.
 
-Two tiles of weights, a block's features, meet one or two of x. With one or two the weights' tiles are made while those before
-them are multiplied; with more tokens, tiles of a whole group are made first, a panel, which all tokens use.
+Two tiles of weights, a block's features, meet one or two of x.  With one, the weights' tiles are made while those before them
+are multiplied; with more tokens, many are made first, a panel, which all tokens use.
 
     tiles 0-3   sums: tokens t / 2, features t % 2
     tiles 4, 5  tokens
@@ -19,20 +19,21 @@ from qdsl.codegen.function import store
 from qdsl.codegen.simd import decode, primitives
 from qdsl.codegen.simd.blocked import FEATURES, LANES
 from qdsl.codegen.simd.finish import Group, output
-from qdsl.codegen.simd.state import HALVES, State, ceil_div, for_features, local, ramp
+from qdsl.codegen.simd.state import HALVES, State, ceil_div, div, for_features, local, ramp
 from qdsl.codegen.tir import f32, i64
 
 AHEAD = 64  # words of a lane that are asked for before they are needed: 8 KiB
-TILES = 16  # of a panel, where groups do not end it
+SOON = 1  # tiles
+TILES = 8  # of a panel, where groups do not end it
 PAIRS, BLOCKS = 16, 8  # of a piece of work: 512 tokens by 256 features, 512 KiB of sums and as much of x
 ROW = i64(FEATURES * 4)  # bytes from a token's sums to the next
 
 
-def few(s: State, block: tirx.Expr, tokens: int) -> None:
-    """y for the features of a block, of up to 16 tokens or up to 32."""
+def few(s: State, block: tirx.Expr) -> None:
+    """y for the features of a block, of up to 16 tokens."""
     b, k = s.blocked, s.own.sizes["k"]
     entries, m = decode.table(b), s.own.sizes["m"]
-    at_once, halves = b.tile_inputs, tokens // LANES
+    at_once, tokens, halves = b.tile_inputs, LANES, 1
     operands = T.alloc_buffer((2, HALVES, at_once // b.depth, LANES), "int32", scope="global")
     acc = T.alloc_buffer((tokens, FEATURES), "float32", scope="global")
     part = T.alloc_buffer((tokens, FEATURES), s.kind, scope="global")
@@ -42,24 +43,22 @@ def few(s: State, block: tirx.Expr, tokens: int) -> None:
     _claim(s, part)
     primitives.call("tiles_open")
     with T.serial(i64(0), s.groups) as g:
-        start = g * s.step
-        end = T.min(start + s.step, k)
-        first = T.floordiv(start, i64(at_once))
-        count = ceil_div(end - start, at_once)
+        start = T.bind(g * s.step)
+        end = T.bind(T.min(start + s.step, k))
+        first = T.bind(div(start, i64(at_once)))
+        count = T.bind(ceil_div(end - start, at_once))
         if ones is not None:
             for_features(lambda v: store(ones, tirx.const(0, s.kind), v))
         _zero(halves)
-        _make(s, block, first, operands, i64(0), entries)
-        with T.serial(i64(1), count) as i:
-            if b.direct:
-                _ask(s, block, first + i + i64(AHEAD * b.inputs // at_once), i64(0), i64(1))
-            _make(s, block, first + i, operands, T.bitwise_and(i, i64(1)), entries)
-            before = T.bitwise_and(i - i64(1), i64(1))
-            _weigh(s, ones, operands, before, first + i - i64(1))
-            _multiply(s, block, operands, before, first + i - i64(1), i64(0), halves)
-        last = T.bitwise_and(count - i64(1), i64(1))
-        _weigh(s, ones, operands, last, first + count - i64(1))
-        _multiply(s, block, operands, last, first + count - i64(1), i64(0), halves)
+        with T.serial(i64(0), count + i64(1)) as i:  # one is made while the one before it is multiplied
+            with T.If(i < count), T.Then():
+                if b.direct:
+                    _ask(s, block, first + i + i64(AHEAD * b.inputs // at_once), i64(0), i64(1))
+                _make(s, block, first + i, operands, T.bitwise_and(i, i64(1)), entries)
+            with T.If(i > i64(0)), T.Then():
+                before = T.bitwise_and(i - i64(1), i64(1))
+                _weigh(s, ones, operands, before, first + i - i64(1))
+                _multiply(s, block, operands, before, first + i - i64(1), i64(0), halves)
         _move("store", part, halves, i64(0))
         group = Group(s, block, start, end, (lambda v: ones[v]) if s.weighed else None)
         with T.serial(i64(0), m) as r:
@@ -86,12 +85,11 @@ class Work:
 
 def work(s: State, blocks: tirx.Expr) -> Work:
     """Pieces large enough to be worth a panel, and so many that threads have several each."""
-    found = local((2,), "int64")  # asked once, and not wherever the number is used
     threads = T.cast(T.call_extern("int32", "omp_get_max_threads"), "int64")
-    pairs = T.floordiv(s.tokens, i64(2 * LANES))
-    store(found, ceil_div(pairs, max(1, PAIRS // s.blocked.planes)), 0)
-    store(found, T.max(i64(1), T.min(i64(BLOCKS), T.floordiv(blocks, threads * i64(2)))), 1)
-    return Work(found[0], ceil_div(pairs, found[0]), ceil_div(blocks, found[1]), found[1])
+    pairs = div(s.tokens, i64(2 * LANES))
+    chunks = T.bind(ceil_div(pairs, max(1, PAIRS // s.blocked.planes)))
+    together = T.bind(T.max(i64(1), T.min(i64(BLOCKS), div(blocks, threads * i64(2)))))
+    return Work(chunks, T.bind(ceil_div(pairs, chunks)), T.bind(ceil_div(blocks, together)), together)
 
 
 def many(s: State, first_block: tirx.Expr, blocks: tirx.Expr, first_pair: tirx.Expr, pairs: tirx.Expr) -> None:
@@ -119,8 +117,8 @@ def many(s: State, first_block: tirx.Expr, blocks: tirx.Expr, first_pair: tirx.E
     with T.serial(i64(0), ceil_div(k, tiles * at_once)) as g, T.serial(i64(0), blocks) as n:
         block = first_block + n
         start = g * i64(tiles * at_once)
-        end = T.min(start + i64(tiles * at_once), k)
-        first, count = g * i64(tiles), ceil_div(end - start, at_once)
+        end = T.bind(T.min(start + i64(tiles * at_once), k))
+        first, count = g * i64(tiles), T.bind(ceil_div(end - start, at_once))
         if ones is not None and not whole:
             for_features(lambda v: store(ones, tirx.const(0, s.kind), n, v))
         if b.folds:
@@ -172,7 +170,7 @@ def _make(s: State, block, tile, operands, to, entries, group: Group | None = No
     def word(w: tirx.Expr, row: tirx.Expr) -> None:
         for u in range(HALVES):
             primitives.prefetch(T.address_of(weights[block, w + i64(AHEAD), i64(u * LANES)]))
-            held = weights[block, w, ramp(u * LANES)]
+            held = T.bind(weights[block, w, ramp(u * LANES)])
             if group is None:
                 vectors = decode.operands(b, code, held, entries)
             else:
@@ -240,6 +238,10 @@ def _multiply(s: State, block, operands, at, tile, pair, halves: int) -> None:
             primitives.call(f"tile_load_{4 + half}", place, i64(b.tile_inputs * 4 // b.depth))
         for t in range(2 * halves):
             primitives.call(f"tile_product_{t}")
+    if halves == 2:  # what tiles load, nothing else asks for
+        for line in range(b.planes * 2 * LANES * b.tile_inputs * 4 // b.depth // 64):
+            place = s.x[pair, tile + i64(SOON), i64(0), i64(0), i64(0), i64(line * 64 * b.depth // 4)]
+            primitives.prefetch(T.address_of(place))
 
 
 def _ask(s: State, block, tile, part: tirx.Expr, parts: tirx.Expr) -> None:
