@@ -183,15 +183,14 @@ def _make(s: State, block, tile, operands, to, entries, group: Group | None = No
         with T.Then():
             for w in range(words):
                 word(first + i64(w), i64(w * per_word))
-        with T.Else(), T.serial(i64(0), i64(words)) as w:
-            with T.If(first + w < end):
-                with T.Then():
-                    word(first + w, w * i64(per_word))
-                with T.Else():
-                    for u in range(HALVES):
-                        for q in range(per_word):
-                            zero = primitives.splat(tirx.const(0, "int32"))
-                            store(operands, zero, to, i64(u), w * i64(per_word) + i64(q), ramp(0))
+        with T.Else(), T.serial(i64(0), i64(words)) as w, T.If(first + w < end):
+            with T.Then():
+                word(first + w, w * i64(per_word))
+            with T.Else():
+                for u in range(HALVES):
+                    for q in range(per_word):
+                        zero = primitives.splat(tirx.const(0, "int32"))
+                        store(operands, zero, to, i64(u), w * i64(per_word) + i64(q), ramp(0))
 
 
 def _weigh(s: State, ones, operands, at, tile, *of) -> None:
