@@ -339,16 +339,19 @@ def _core(scheme: Scheme, weight: Split) -> tuple[str, np.ndarray] | None:
 
 def _simd_variants(simd: Blocked, quantize: Sequence[Step], portable: Step) -> tuple[tuple[Variant, ...], Table]:
     """The SIMD kernels, and up to how many tokens those for a few are as fast as those for many."""
-    if not simd.tiles:
-        names, few = ("rows", "panel"), 8
-    else:  # vectors of int8 products are fast enough for memory, those of bfloat16 for one token and one plane
-        names, few = ("rows", "tiles") if simd.planes == 1 else ("tiles",), 4 if simd.unit == "u8" else 1
+    units = {"rows": "f32" if simd.tiles and simd.planes > 1 else simd.unit}
+    names, few = ("rows", "tiles" if simd.tiles else "panel"), 8
+    if simd.tiles:
+        few = 1 if simd.unit == "bf16" and simd.planes == 1 else 4
+        names = names[1:] if simd.planes > 1 and simd.decode == "number" else names
     variants = tuple(
-        Variant(name, (*quantize, Step(f"linear_{name}", portable.args)), order=f"{simd.unit} in {name}")
+        Variant(
+            name, (*quantize, Step(f"linear_{name}", portable.args)), order=f"{units.get(name, simd.unit)} in {name}"
+        )
         for name in names
     )
-    if len(names) == 1:
-        return variants, only(names[0])
+    if len(variants) == 1:
+        return variants, only(variants[0].name)
     return variants, Table("few and many", Row(1, 1, ((few, names[0]), (None, names[1])), ((None, names[1]),)))
 
 
