@@ -14,7 +14,7 @@ import numpy as np
 
 from qdsl import transform
 from qdsl.choice import Key, Row, Table, only
-from qdsl.codegen.simd.blocked import FEATURES, Blocked, blocked
+from qdsl.codegen.simd.blocked import FEATURES, LANES, Blocked, blocked
 from qdsl.codegen.simd.blocked import codes as blocked_codes
 from qdsl.codegen.target import Target
 from qdsl.diagnostic import Diagnostic, TargetError, error
@@ -338,21 +338,24 @@ def _core(scheme: Scheme, weight: Split) -> tuple[str, np.ndarray] | None:
 
 
 def _simd_variants(simd: Blocked, quantize: Sequence[Step], portable: Step) -> tuple[tuple[Variant, ...], Table]:
-    """The SIMD kernels, and up to how many tokens those for a few are as fast as those for many."""
-    units = {"rows": "f32" if simd.tiles and simd.planes > 1 else simd.unit}
-    names, few = ("rows", "tiles" if simd.tiles else "panel"), 8
+    """The SIMD kernels, and up to how many tokens which of them is the fastest."""
+    few = 8
+    names = ["rows", "panel"]
     if simd.tiles:
         few = 1 if simd.unit == "bf16" and simd.planes == 1 else 4
-        names = names[1:] if simd.planes > 1 and simd.decode == "number" else names
+        # Codes of 8 bits take many instructions to convert: tiles of them are made while memory works.
+        names = ["tiles"] if simd.decode == "number" else ["rows", "tiles"]
+    last = names[-1]
+    # In `rows`, how many sums a token's has depends on how many tokens there are; whole numbers do not mind.
+    orders = {name: f"{simd.unit} in {name}" for name in names} | ({} if simd.whole else {"rows": None})
+    free = [*(((few, "rows"),) if "rows" in names else ()), (None, last)]
+    if simd.folds:
+        free[-1:] = [(2 * LANES, last), (None, "folded")]
+        orders["folded"] = f"{simd.unit} in finished tiles"
     variants = tuple(
-        Variant(
-            name, (*quantize, Step(f"linear_{name}", portable.args)), order=f"{units.get(name, simd.unit)} in {name}"
-        )
-        for name in names
+        Variant(name, (*quantize, Step(f"linear_{name}", portable.args)), order=order) for name, order in orders.items()
     )
-    if len(variants) == 1:
-        return variants, only(variants[0].name)
-    return variants, Table("few and many", Row(1, 1, ((few, names[0]), (None, names[1])), ((None, names[1]),)))
+    return variants, Table("few and many", Row(1, 1, tuple(free), ((None, last),)))
 
 
 def _byte_loop(scheme: Scheme, weight: Split, activation: Split, target: Target) -> MainLoop | None:

@@ -47,6 +47,7 @@ class State:
     own              parameters of the function
     by_tiles         whether tiles multiply
     floats           whether float32 are multiplied instead of the unit's operands
+    folds            whether tiles hold finished weights
     tokens           those of x, rounded up to what is worked on at once
     padded           inputs, rounded up likewise
     x                the inputs as operands: [tokens, planes, inputs], or tile by tile
@@ -59,6 +60,7 @@ class State:
     own: Parameters
     by_tiles: bool
     floats: bool = False
+    folds: bool = False
     tokens: tirx.Expr | None = None
     padded: tirx.Expr | None = None
     x: tirx.Buffer | None = None
