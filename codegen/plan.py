@@ -347,7 +347,7 @@ def _simd_variants(simd: Blocked, quantize: Sequence[Step], portable: Step) -> t
         names = ["tiles"] if simd.decode == "number" else ["rows", "tiles"]
     last = names[-1]
     # In `rows`, how many sums a token's has depends on how many tokens there are; whole numbers do not mind.
-    orders = {name: f"{simd.unit} in {name}" for name in names} | ({} if simd.whole else {"rows": None})
+    orders = {name: None if name == "rows" and not simd.whole else f"{simd.unit} in {name}" for name in names}
     free = [*(((few, "rows"),) if "rows" in names else ()), (None, last)]
     if simd.folds:
         free[-1:] = [(2 * LANES, last), (None, "folded")]
