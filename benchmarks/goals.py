@@ -1,4 +1,4 @@
-"""Results against the goals: `python benchmarks/goals.py [FILE.json] [--weight-only | --a8] [--readme] [--plot FILE.png]`.
+"""Results against the goals: `python benchmarks/goals.py [FILE.json] [--weight-only | --a8 | --cpu] [--readme] [--plot FILE.png]`.
 
 Of `w4a16.py`, a row for every (type, K, N, M): ours, the best peer, the goal, and whether it is met.  A cell in f16 is compared
 with the better of a peer's two types, one in bf16 with the peer's own bf16.  Of `weight_only.py` and `a8.py`, a row for every
@@ -25,6 +25,8 @@ WEIGHT_ONLY = HERE / "results" / "weight-only-h200.json"
 WEIGHT_ONLY_MARKS = "<!-- weight-only: written by goals.py -->", "<!-- end of weight-only -->"
 A8 = HERE / "results" / "a8-h200.json"
 A8_MARKS = "<!-- a8: written by goals.py -->", "<!-- end of a8 -->"
+CPU = HERE / "results" / "cpu.json"
+CPU_MARKS = "<!-- cpu: written by goals.py -->", "<!-- end of cpu -->"
 WITH = "_with_quantization"  # in the names of contenders that take x in 16 bits
 NO_PRODUCT = ("torch_int_mm",)  # without scales: shown nowhere
 W4A8_US = {1: 12.0, 64: 15.0, 256: 34.0, 1024: 125.0}  # for 8192x8192, quantization included
@@ -294,6 +296,7 @@ def main(argv: list[str] | None = None) -> int:
     kind = parser.add_mutually_exclusive_group()
     kind.add_argument("--weight-only", action="store_true", help="the file is one of weight_only.py")
     kind.add_argument("--a8", action="store_true", help="the file is one of a8.py")
+    kind.add_argument("--cpu", action="store_true", help="the file is one of cpu.py")
     parser.add_argument("--readme", action="store_true", help="write the table into benchmarks/README.md")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw all shapes")
     args = parser.parse_args(argv)
@@ -302,6 +305,10 @@ def main(argv: list[str] | None = None) -> int:
         file, marks, shown = WEIGHT_ONLY, WEIGHT_ONLY_MARKS, weight_only_table
     elif args.a8:
         file, marks, shown = A8, A8_MARKS, a8_table
+    elif args.cpu:
+        import goals_cpu
+
+        file, marks, shown = CPU, CPU_MARKS, goals_cpu.table
     args.file = args.file or file
     try:
         if args.plot:

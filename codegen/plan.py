@@ -14,7 +14,7 @@ import numpy as np
 
 from qdsl import transform
 from qdsl.choice import Key, Row, Table, only
-from qdsl.codegen.simd.blocked import FEATURES, Blocked, blocked
+from qdsl.codegen.simd.blocked import FEATURES, LANES, Blocked, blocked
 from qdsl.codegen.simd.blocked import codes as blocked_codes
 from qdsl.codegen.target import Target
 from qdsl.diagnostic import Diagnostic, TargetError, error
@@ -338,18 +338,24 @@ def _core(scheme: Scheme, weight: Split) -> tuple[str, np.ndarray] | None:
 
 
 def _simd_variants(simd: Blocked, quantize: Sequence[Step], portable: Step) -> tuple[tuple[Variant, ...], Table]:
-    """The SIMD kernels, and up to how many tokens those for a few are as fast as those for many."""
-    if not simd.tiles:
-        names, few = ("rows", "panel"), 8
-    else:  # vectors of int8 products are fast enough for memory, those of bfloat16 for one token and one plane
-        names, few = ("rows", "tiles") if simd.planes == 1 else ("tiles",), 4 if simd.unit == "u8" else 1
+    """The SIMD kernels, and up to how many tokens which of them is the fastest."""
+    few = 8
+    names = ["rows", "panel"]
+    if simd.tiles:
+        few = 1 if simd.unit == "bf16" and simd.planes == 1 else 4
+        # Codes of 8 bits take many instructions to convert: tiles of them are made while memory works.
+        names = ["tiles"] if simd.decode == "number" else ["rows", "tiles"]
+    last = names[-1]
+    # In `rows`, how many sums a token's has depends on how many tokens there are; whole numbers do not mind.
+    orders = {name: None if name == "rows" and not simd.whole else f"{simd.unit} in {name}" for name in names}
+    free = [*(((few, "rows"),) if "rows" in names else ()), (None, last)]
+    if simd.folds:
+        free[-1:] = [(2 * LANES, last), (None, "folded")]
+        orders["folded"] = f"{simd.unit} in finished tiles"
     variants = tuple(
-        Variant(name, (*quantize, Step(f"linear_{name}", portable.args)), order=f"{simd.unit} in {name}")
-        for name in names
+        Variant(name, (*quantize, Step(f"linear_{name}", portable.args)), order=order) for name, order in orders.items()
     )
-    if len(names) == 1:
-        return variants, only(names[0])
-    return variants, Table("few and many", Row(1, 1, ((few, names[0]), (None, names[1])), ((None, names[1]),)))
+    return variants, Table("few and many", Row(1, 1, tuple(free), ((None, last),)))
 
 
 def _byte_loop(scheme: Scheme, weight: Split, activation: Split, target: Target) -> MainLoop | None:

@@ -265,10 +265,12 @@ def _cast_sum(s: _Linear, value: tirx.Expr) -> tirx.Expr:
 def activation_core(s, m: tirx.Expr, k: tirx.Expr) -> tirx.Expr:
     """x, or the part of its codes that is multiplied, of a token and an input: int32 or float32."""
     activation = s.plan.scheme.activation()
-    if activation is None or s.plan.activation.core == Ref("x"):
+    if activation is None:
         return T.cast(s.own.buffers["x"][m, k], "float32")
 
     def look(e: Expr) -> tirx.Expr:
+        if e == Ref("x"):
+            return T.cast(s.own.buffers["x"][m, k], "float32")
         return s.own.element(e.name, {"m": m, "k": k})
 
     return translate(s.plan.activation.core, look)

@@ -118,7 +118,7 @@ def test_every_kernel_of_a_library_that_overlaps_waits():
 
 
 def test_the_manifest_has_the_variants_of_every_phase(capsys):
-    artifact = qdsl.compile(qdsl.load(PHASES), "cpu", cpu_levels()[:1])
+    artifact = qdsl.compile(qdsl.load(PHASES), "cpu", cpu_levels()[-1:])
     m = artifact.manifest
     assert Manifest.from_json(m.to_json()) == m
     (arch,) = m.libraries
@@ -148,7 +148,7 @@ def test_architectures_may_want_a_weight_in_ways_of_their_own(tmp_path, monkeypa
 def test_verify_goes_through_every_phase():
     report = verify(qdsl.load(PHASES))
     assert report.passed and report.as_json()["phases"] == ["prefill", "decode"]
-    assert "170 cases of prefill and decode" in str(report)
+    assert f"{report.cases} cases of prefill and decode" in str(report)
 
 
 def test_verify_says_in_which_phase_something_is_wrong(monkeypatch):
@@ -175,7 +175,7 @@ def test_bench_measures_the_phase_it_is_told(capsys, monkeypatch):
 
 
 def test_tune_keeps_a_table_for_each_phase(tmp_path, monkeypatch):
-    artifact = qdsl.compile(qdsl.load(PHASES, act="f32"), "cpu", cpu_levels()[:1], out=tmp_path / "artifact")
+    artifact = qdsl.compile(qdsl.load(PHASES, act="f32"), "cpu", cpu_levels()[-1:], out=tmp_path / "artifact")
     (arch,) = artifact.manifest.libraries
     row = Row(1, 1, ((None, "one"),), ((None, "one"),))
     variants, tables = {}, {}

@@ -140,7 +140,7 @@ def test_odd_widths_are_planes_of_powers_of_two(bits, expected):
     assert tuple(width for _, width in found) == expected
     assert [low for low, _ in found] == [sum(expected[:i]) for i in range(len(expected))]
     n, k = vector_features(dtype(f"u{bits}")), 5
-    layout = plan(qdsl.load("gptq", bits=bits), CPU).buffer("q").layout
+    layout = plan(qdsl.load("gptq", bits=bits), target("cpu", "x86-64-v2")).buffer("q").layout
     rows, columns, lanes = layout.stored_shape((n, k))
     assert rows * columns * lanes * 8 == n * k * bits, "no bit is wasted"
 

@@ -32,6 +32,20 @@ def table(b: Blocked, floats: bool = False) -> tirx.Buffer | None:
     return entries
 
 
+def floats(b: Blocked, code: DType, words: tirx.Expr, entries: tirx.Buffer | None) -> list[tirx.Expr]:
+    """The codes of a vector of words as float32, by rising k; `entries` are floats."""
+
+    def value(at: int) -> tirx.Expr:
+        v = words >> splat(tirx.const(at, "uint32")) if at else words
+        if entries is not None:
+            return primitives.look_up(entries[_whole()], primitives.bits(v))
+        found, less = _number(code, v, at + b.bits == 32), _less(b, code)
+        return primitives.bits(found - splat(tirx.const(less, "float32")) if less else found)
+
+    part = 32 // b.depth
+    return [value(q * b.bits + p * part) for q in range(b.inputs // b.depth) for p in range(b.depth)]
+
+
 def finished(
     b: Blocked,
     code: DType,

@@ -20,7 +20,7 @@ ELEMENT = {"f32": "float32", "bf16": "uint16", "i16": "int16", "u8": "int8"}
 
 def allocate(s: State) -> None:
     """Room for the operands and the sums of x: local to a call."""
-    kind, planes = ELEMENT[s.blocked.unit], i64(s.blocked.planes)
+    kind, planes = ELEMENT[s.unit], i64(s.planes)
     shape: tuple = (s.tokens, planes, s.padded)
     if s.by_tiles:
         tile, token = i64(s.blocked.tile_inputs), i64(LANES)
@@ -44,23 +44,27 @@ def fill(s: State) -> None:
 
 def _row(s: State, row: tirx.Expr) -> None:
     """A token's inputs; beyond the last token they are zeros."""
-    k, m = s.own.sizes["k"], s.own.sizes["m"]
+    k = s.own.sizes["k"]
     lanes, zero = i64(LANES), tirx.const(0, s.kind)
-    whole = T.if_then_else(row < m, div(k, lanes), i64(0))
+    whole, all_ = div(k, LANES), div(s.padded, LANES)
 
     def put(at: tirx.Expr, v: tirx.Expr, value: tirx.Expr) -> None:
         for plane, part in enumerate(_planes(s, value)):
             store(s.x, part, *s.place(row, plane, at, v))
 
-    with T.serial(i64(0), whole) as i:
-        for_lanes(lambda v: put(i * lanes, v, activation_core(s, row, i * lanes + v)))
-    with T.serial(whole, div(s.padded, lanes)) as i, T.serial(i64(0), lanes) as v:
-        at = i * lanes
-        with T.If((at + v < k) & (row < m)):
-            with T.Then():
-                put(at, v, activation_core(s, row, at + v))
-            with T.Else():
-                put(at, v, zero)
+    with T.If(row < s.own.sizes["m"]):
+        with T.Then():
+            with T.serial(i64(0), whole) as i:
+                for_lanes(lambda v: put(i * lanes, v, activation_core(s, row, i * lanes + v)))
+            with T.serial(whole, all_) as i, T.serial(i64(0), lanes) as v:
+                at = i * lanes
+                with T.If(at + v < k):
+                    with T.Then():
+                        put(at, v, activation_core(s, row, at + v))
+                    with T.Else():
+                        put(at, v, zero)
+        with T.Else(), T.serial(i64(0), all_) as i:
+            for_lanes(lambda v: put(i * lanes, v, zero))
     if s.sums is not None:
         _sum(s, row)
 
@@ -88,16 +92,16 @@ def _sum(s: State, row: tirx.Expr) -> None:
 
 
 def _planes(s: State, value: tirx.Expr) -> list[tirx.Expr]:
-    unit = s.blocked.unit
+    unit = s.unit
     if s.blocked.whole:
         return [T.cast(value, ELEMENT[unit])]
     if unit == "f32":
         return [as_float(value)]
     found, rest = [], as_float(value)
-    for plane in range(s.blocked.planes):
+    for plane in range(s.planes):
         bits = bits_of(rest)
         found.append(T.cast(bits >> u32(16), "uint16"))
-        if plane + 1 < s.blocked.planes:
+        if plane + 1 < s.planes:
             infinite = (bits & u32(0x7FFFFFFF)) == u32(0x7F800000)
             rest = choose(infinite, f32(0), rest - float_of(bits & u32(0xFFFF0000)))
     return found

@@ -21,14 +21,15 @@ def lower(plan: Plan) -> dict[str, tirx.PrimFunc]:
 
 def _linear(plan: Plan, name: str, args: tuple[str, ...]) -> tirx.PrimFunc:
     b, code = plan.blocked, plan.scheme.code.dtype
-    by_tiles = name == "linear_tiles"
+    folds = name == "linear_folded"
+    by_tiles = folds or name == "linear_tiles"
     with open_function(plan, name, args) as (builder, own):
         width = 512 if "avx512" in plan.target.units else 256
-        pairs = code if decode.pairs_of_floats(b, code) else None
+        s = State(plan, b, own, by_tiles, name == "linear_rows" and b.tiles and b.planes > 1, folds)
+        pairs = code if decode.pairs_of_floats(b, code) and not s.floats else None
         rows_of_b = b.tile_inputs // b.depth if by_tiles else None
-        with primitives.imported(b.unit, width, b.decode == "look up", rows_of_b, pairs, b.direct and b.flips):
+        with primitives.imported(s.unit, width, b.decode == "look up", rows_of_b, pairs, b.direct and b.flips):
             k, m = own.sizes["k"], own.sizes["m"]
-            s = State(plan, b, own, by_tiles)
             together = 2 * LANES if by_tiles else panel.at_once(s) if name == "linear_panel" else rows.at_once(s)[-1]
             s.tokens = T.bind(ceil_div(m, together) * i64(together))
             s.padded = T.bind(ceil_div(k, s.multiple) * i64(s.multiple))
@@ -51,14 +52,21 @@ def _parallel(s: State, count: tirx.Expr):
 
 
 def _by_tiles(s: State, blocks: tirx.Expr) -> None:
+    if s.folds:
+        _many(s, blocks)
+        return
     with T.If(s.own.sizes["m"] <= i64(LANES)):
         with T.Then(), _parallel(s, blocks) as block:
             tiles.few(s, block)
         with T.Else():
-            w = tiles.work(s, blocks)
-            pairs = div(s.tokens, i64(2 * LANES))
-            with _parallel(s, w.pieces) as i:
-                block = T.bind(mod(i, w.rows) * w.blocks)
-                pair = T.bind(div(i, w.rows) * w.pairs)
-                here = T.bind(T.min(w.blocks, blocks - block)), T.bind(T.min(w.pairs, pairs - pair))
-                tiles.many(s, block, here[0], pair, here[1])
+            _many(s, blocks)
+
+
+def _many(s: State, blocks: tirx.Expr) -> None:
+    w = tiles.work(s, blocks)
+    pairs = div(s.tokens, i64(2 * LANES))
+    with _parallel(s, w.pieces) as i:
+        block = T.bind(mod(i, w.rows) * w.blocks)
+        pair = T.bind(div(i, w.rows) * w.pairs)
+        here = T.bind(T.min(w.blocks, blocks - block)), T.bind(T.min(w.pairs, pairs - pair))
+        tiles.many(s, block, here[0], pair, here[1])

@@ -5,8 +5,10 @@ All vectors are of 16 lanes of 32 bits, whatever lies in a lane; LLVM makes two 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 
 import numpy as np
 from tvm import tirx
@@ -266,42 +268,55 @@ def imported(
         text += _PACK + _SPREAD_OUT
     if rows_of_b:
         text += _tiles("i8" if signed else unit, rows_of_b)
-    with T.attr(tirx.const(0, "int32"), "pragma_import_llvm", text):
-        yield
+    # Kernels of one library may mean different things by a name: each text has names of its own.
+    tag = hashlib.sha256(text.encode()).hexdigest()[:8]
+    token = _TAG.set(tag)
+    try:
+        with T.attr(tirx.const(0, "int32"), "pragma_import_llvm", text.replace("@qdsl_", f"@qdsl_{tag}_")):
+            yield
+    finally:
+        _TAG.reset(token)
+
+
+_TAG: ContextVar[str] = ContextVar("tag")
+
+
+def _named(name: str) -> str:
+    return f"qdsl_{_TAG.get()}_{name}"
 
 
 def dot(sums: tirx.Expr, weights: tirx.Expr, at: tirx.Expr) -> tirx.Expr:
     """sums + the products of each lane's weights and the inputs at an address, which all lanes share."""
     kind = FLOAT if "float" in str(sums.ty.dtype) else INT
-    return T.call_extern(kind, "qdsl_dot", sums, weights, at)
+    return T.call_extern(kind, _named("dot"), sums, weights, at)
 
 
 def look_up(table: tirx.Expr, at: tirx.Expr) -> tirx.Expr:
     """Entries of a table that is one vector."""
-    return T.call_pure_extern(INT, "qdsl_look_up", table, at)
+    return T.call_pure_extern(INT, _named("look_up"), table, at)
 
 
 def widened(codes: tirx.Expr) -> tirx.Expr:
     """Pairs of small floats, a code in each half, as bfloat16."""
-    return T.call_pure_extern(INT, "qdsl_small_float", codes)
+    return T.call_pure_extern(INT, _named("small_float"), codes)
 
 
 def look_up_floats(table: tirx.Expr, at: tirx.Expr) -> tirx.Expr:
     """Entries of a table of 16 float32."""
-    return T.reinterpret(FLOAT, T.call_pure_extern(INT, "qdsl_look_up_floats", table, at))
+    return T.reinterpret(FLOAT, T.call_pure_extern(INT, _named("look_up_floats"), table, at))
 
 
 def packed(even: tirx.Expr, odd: tirx.Expr) -> tirx.Expr:
     """Two vectors of float32, rounded to bfloat16: a pair in each lane."""
-    return T.call_pure_extern(INT, "qdsl_pack", even, odd)
+    return T.call_pure_extern(INT, _named("pack"), even, odd)
 
 
 def prefetch(at: tirx.Expr) -> None:
-    T.evaluate(T.call_extern("void", "qdsl_prefetch", at))
+    T.evaluate(T.call_extern("void", _named("prefetch"), at))
 
 
 def call(name: str, *args) -> None:
-    T.evaluate(T.call_extern("void", f"qdsl_{name}", *args))
+    T.evaluate(T.call_extern("void", _named(name), *args))
 
 
 def splat(value: tirx.Expr) -> tirx.Expr:

@@ -1,6 +1,7 @@
 """A few tokens: codes become operands in registers, and each serves all of the tokens at once.
 
-The weight is read once, in one stream, for every such few tokens.  Sums are kept apart by the operand of a word that they come
+The weight is read once, in one stream, for every such few tokens.  Where tiles multiply bfloat16, on Intel's processors, and x
+has several planes, vectors of float32 are multiplied instead: there they are twice as fast as vectors of bfloat16.  Sums are kept apart by the operand of a word that they come
 from, while there are registers for it: one sum alone would wait for the latency of every product.
 """
 
@@ -16,7 +17,7 @@ from qdsl.codegen.simd.finish import Group, output
 from qdsl.codegen.simd.state import HALVES, State, ceil_div, div, for_features, local, ramp
 from qdsl.codegen.tir import f32, i64
 
-AHEAD = 32  # words of a lane that are asked for before they are needed: 4 KiB
+AHEAD = 64  # words of a lane that are asked for before they are needed: 8 KiB
 CHAINS = 8  # sums that hide the latency of a product
 
 
@@ -27,7 +28,7 @@ def at_once(s: State) -> tuple[int, ...]:
 
 def block_of(s: State, block: tirx.Expr) -> None:
     """y for the features of a block."""
-    entries, m = decode.table(s.blocked), s.own.sizes["m"]
+    entries, m = decode.table(s.blocked, s.floats), s.own.sizes["m"]
 
     def choose(counts: tuple[int, ...]) -> None:
         count = counts[0]
@@ -49,7 +50,7 @@ def _few(s: State, block: tirx.Expr, row: tirx.Expr, count: int, entries: tirx.B
     b, k = s.blocked, s.own.sizes["k"]
     rows = count + s.weighed  # and one that is all ones
     chains = max(1, CHAINS // (rows * HALVES))
-    words = max(1, chains * b.depth // b.inputs)  # that are worked on at once
+    words = max(1, chains * s.depth // b.inputs)  # that are worked on at once
     acc = [local((FEATURES,), "float32") for _ in range(count)]
     part = [[local((FEATURES,), s.kind) for _ in range(chains)] for _ in range(rows)]
     weights, code, zero = s.own.buffers[b.code], s.plan.scheme.code.dtype, tirx.const(0, s.kind)
@@ -62,17 +63,18 @@ def _few(s: State, block: tirx.Expr, row: tirx.Expr, count: int, entries: tirx.B
             for u in range(HALVES):
                 primitives.prefetch(T.address_of(weights[block, i + i64(AHEAD), i64(u * LANES)]))
             read = [T.bind(weights[block, i, ramp(u * LANES)]) for u in range(HALVES)]
-            vectors = [[T.bind(v) for v in decode.operands(b, code, held, entries)] for held in read]
-            for q in range(b.inputs // b.depth):
-                at = i * i64(b.inputs) + i64(q * b.depth)
+            operands = decode.floats if s.floats else decode.operands
+            vectors = [[T.bind(v) for v in operands(b, code, held, entries)] for held in read]
+            for q in range(b.inputs // s.depth):
+                at = i * i64(b.inputs) + i64(q * s.depth)
                 for r in range(rows):
-                    held = part[r][(w * b.inputs // b.depth + q) % chains]
+                    held = part[r][(w * b.inputs // s.depth + q) % chains]
                     for u in range(HALVES):
                         value = held[ramp(u * LANES)]
                         if r == count:
                             value = primitives.dot(value, vectors[u][q], s.one(at))
                         else:
-                            for plane in range(b.planes):
+                            for plane in range(s.planes):
                                 value = primitives.dot(value, vectors[u][q], s.operand(row + i64(r), plane, at))
                         store(held, value, ramp(u * LANES))
 

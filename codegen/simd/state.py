@@ -46,6 +46,8 @@ class State:
     """plan, blocked    what is compiled
     own              parameters of the function
     by_tiles         whether tiles multiply
+    floats           whether float32 are multiplied instead of the unit's operands
+    folds            whether tiles hold finished weights
     tokens           those of x, rounded up to what is worked on at once
     padded           inputs, rounded up likewise
     x                the inputs as operands: [tokens, planes, inputs], or tile by tile
@@ -57,11 +59,25 @@ class State:
     blocked: Blocked
     own: Parameters
     by_tiles: bool
+    floats: bool = False
+    folds: bool = False
     tokens: tirx.Expr | None = None
     padded: tirx.Expr | None = None
     x: tirx.Buffer | None = None
     sums: tirx.Buffer | None = None
     ones: tirx.Buffer | None = None
+
+    @property
+    def unit(self) -> str:
+        return "f32" if self.floats else self.blocked.unit
+
+    @property
+    def depth(self) -> int:
+        return 1 if self.floats else self.blocked.depth
+
+    @property
+    def planes(self) -> int:
+        return 1 if self.floats else self.blocked.planes
 
     @property
     def multiple(self) -> int:

@@ -95,10 +95,10 @@ def work(s: State, blocks: tirx.Expr) -> Work:
 def many(s: State, first_block: tirx.Expr, blocks: tirx.Expr, first_pair: tirx.Expr, pairs: tirx.Expr) -> None:
     """y for the features of some blocks, of some pairs of tiles of tokens."""
     b, k = s.blocked, s.own.sizes["k"]
-    entries = decode.table(b, b.folds)
+    entries = decode.table(b, s.folds)
     at_once, square = b.tile_inputs, i64(2 * LANES)
-    whole = b.step is None or b.folds  # what is summed goes on from panel to panel, its sums are kept between them
-    groups = max(1, TILES * at_once // b.step) if b.step and b.folds else 1
+    whole = b.step is None or s.folds  # what is summed goes on from panel to panel, its sums are kept between them
+    groups = max(1, TILES * at_once // b.step) if b.step and s.folds else 1
     tiles = groups * b.step // at_once if b.step else TILES
     operands = T.alloc_buffer((i64(tiles), i64(HALVES), i64(at_once // b.depth), i64(LANES)), "int32", scope="global")
     most = i64(PAIRS // b.planes) * square
@@ -121,7 +121,7 @@ def many(s: State, first_block: tirx.Expr, blocks: tirx.Expr, first_pair: tirx.E
         first, count = g * i64(tiles), T.bind(ceil_div(end - start, at_once))
         if ones is not None and not whole:
             for_features(lambda v: store(ones, tirx.const(0, s.kind), n, v))
-        if b.folds:
+        if s.folds:
             with T.serial(i64(0), ceil_div(end - start, b.step)) as j:
                 of_group = b.step // at_once
                 group = Group(s, block, start + j * i64(b.step), end, None)
@@ -149,10 +149,10 @@ def many(s: State, first_block: tirx.Expr, blocks: tirx.Expr, first_pair: tirx.E
                     group.promote(token + row + r, g, lambda v: part[i64(0), r, v], kept, n, row + r)
     primitives.call("tiles_close")
     with T.serial(i64(0), blocks) as n:
-        if whole and not b.folds:
+        if whole and not s.folds:
             group = Group(s, first_block + n, i64(0), k, (lambda v: ones[n, v]) if s.weighed else None)
         with T.serial(i64(0), T.min(pairs * square, s.own.sizes["m"] - token)) as r:
-            if whole and not b.folds:
+            if whole and not s.folds:
                 output(s, token + r, first_block + n, group.promoted(token + r, i64(0), lambda v: kept[n, r, v]))
             else:
                 output(s, token + r, first_block + n, lambda v: kept[n, r, v])
@@ -183,15 +183,14 @@ def _make(s: State, block, tile, operands, to, entries, group: Group | None = No
         with T.Then():
             for w in range(words):
                 word(first + i64(w), i64(w * per_word))
-        with T.Else(), T.serial(i64(0), i64(words)) as w:
-            with T.If(first + w < end):
-                with T.Then():
-                    word(first + w, w * i64(per_word))
-                with T.Else():
-                    for u in range(HALVES):
-                        for q in range(per_word):
-                            zero = primitives.splat(tirx.const(0, "int32"))
-                            store(operands, zero, to, i64(u), w * i64(per_word) + i64(q), ramp(0))
+        with T.Else(), T.serial(i64(0), i64(words)) as w, T.If(first + w < end):
+            with T.Then():
+                word(first + w, w * i64(per_word))
+            with T.Else():
+                for u in range(HALVES):
+                    for q in range(per_word):
+                        zero = primitives.splat(tirx.const(0, "int32"))
+                        store(operands, zero, to, i64(u), w * i64(per_word) + i64(q), ramp(0))
 
 
 def _weigh(s: State, ones, operands, at, tile, *of) -> None:

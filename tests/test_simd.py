@@ -1,0 +1,171 @@
+"""SIMD kernels of CPUs: how schemes meet units, how codes lie, and what comes out for x and codes that are not ordinary."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+import qdsl
+from qdsl import reference
+from qdsl.codegen import pipeline
+from qdsl.codegen.plan import plan
+from qdsl.codegen.simd.blocked import DEPTH, codes
+from qdsl.codegen.target import target
+from qdsl.dtype import dtype
+from qdsl.runtime import QuantLinear
+from qdsl.runtime.processor import cpu_levels
+
+HERE = cpu_levels()[0]
+PORTABLE = {"gptq_actorder", "gptq_sym_actorder", "w4a8"}  # sorted inputs; a cast that hangs on the group
+
+
+def view(name: str, level: str, **params):
+    return plan(qdsl.load(name, **params), target("cpu", level)).blocked
+
+
+def variants(name: str, level: str, **params) -> list[str]:
+    return [v.name for v in plan(qdsl.load(name, **params), target("cpu", level)).variants]
+
+
+# ---- plans -------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("level", ["x86-64-v3", "x86-64-v4", "cascadelake", "cooperlake", "sapphirerapids"])
+def test_all_shipped_schemes_but_a_few_take_them(level):
+    slow = set()
+    for name in qdsl.shipped():
+        scheme = qdsl.load(name)
+        if any(p.blocked is None for p in (plan(s, target("cpu", level)) for s in phases(scheme))):
+            slow.add(name)
+    assert slow == PORTABLE
+    assert view("awq4", "x86-64-v2") is None and view("awq4", "armv8.2-a") is None
+
+
+def phases(scheme):
+    return [scheme.in_phase(phase) for phase in scheme.phases or ("",)]
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "units"),
+    [
+        ("awq4", {"act": "bf16"}, ("f32", "f32", "f32", "bf16", "bf16")),
+        ("awq4", {"act": "f32"}, ("f32", "f32", "f32", "f32", "bf16")),  # three planes want tiles
+        ("w8a8_dynamic", {}, ("i16", "i16", "u8", "u8", "u8")),
+        ("fp8_dynamic", {}, ("f32", "f32", "f32", "bf16", "bf16")),
+        ("nf4", {"act": "f16"}, ("f32",) * 5),  # its table is none of bfloat16
+    ],
+)
+def test_the_unit_is_the_best_that_is_exact(name, params, units):
+    levels = ("x86-64-v3", "x86-64-v4", "cascadelake", "cooperlake", "sapphirerapids")
+    assert tuple(view(name, level, **params).unit for level in levels) == units
+
+
+def test_planes_hold_all_bits_of_x():
+    for act, planes in (("bf16", 1), ("f16", 2), ("f32", 3)):
+        assert view("awq4", "sapphirerapids", act=act).planes == planes
+        assert 8 * planes >= dtype(act).precision
+
+
+def test_tiles_hold_bytes_as_they_lie_and_finished_weights():
+    assert view("w8a8_dynamic", "sapphirerapids").direct
+    assert not view("w8a8_dynamic_asym", "sapphirerapids").direct, "sums of weights are made of operands"
+    assert variants("awq4", "sapphirerapids", act="bf16") == ["rows", "tiles", "folded"]
+    assert variants("awq4", "sapphirerapids", act="f16") == ["rows", "tiles"], "bfloat16 would round its weights twice"
+    assert variants("w8a16", "sapphirerapids") == ["tiles"], "bytes take long to convert"
+    assert variants("w8a8_dynamic", "cascadelake") == ["rows", "panel"]
+
+
+@pytest.mark.parametrize(
+    ("name", "level", "instructions"),
+    [
+        ("awq4", "sapphirerapids", ("tdpbf16ps", "permvar")),
+        ("w8a8_dynamic", "sapphirerapids", ("tdpbssd", "vpdpbusd")),
+        ("w8a8_dynamic", "x86-64-v3", ("pmadd.wd",)),
+    ],
+)
+def test_code_has_the_instructions_of_the_unit(name, level, instructions):
+    text = pipeline.emit(qdsl.load(name), "cpu", level, "source")
+    assert all(i in text for i in instructions)
+
+
+# ---- layouts -----------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("depth", sorted(set(DEPTH.values())))
+def test_a_shift_makes_operands_of_neighbouring_inputs(bits, depth):
+    per_word = 32 // bits
+    n, k = 40, 3 * per_word
+    patterns = np.random.default_rng(0).integers(0, 1 << bits, (n, k)).astype(np.uint8)
+    layout = codes(bits, depth)
+    words = layout.pack(patterns)
+    assert words.nbytes * 8 == 64 * k * bits, "no bit is wasted, but for features beyond the last"
+    np.testing.assert_array_equal(layout.unpack(words, (n, k)), patterns)
+    part, mask = 32 // depth, (1 << bits) - 1
+    for i in range(3):
+        for q in range(per_word // depth):
+            for p in range(depth):
+                found = (words[0, i] >> (part * p + bits * q)) & mask
+                np.testing.assert_array_equal(found, patterns[:32, i * per_word + q * depth + p])
+
+
+# ---- numbers -----------------------------------------------------------------------------------------------------
+def layer_of(name: str, k: int, n: int, **params):
+    scheme = qdsl.load(name, **params)
+    bias = any(t.role == "bias" and not t.optional for t in scheme.output.tensors)
+    layer = QuantLinear(scheme, k, n, bias)
+    patterns = reference.random_patterns(layer.scheme, np.random.default_rng(3), n, k)
+    patterns = {name: p for name, p in patterns.items() if not layer.scheme.tensor(name).optional}
+    return layer.set_patterns(patterns), patterns
+
+
+@pytest.mark.parametrize(
+    ("name", "params"), [("awq4", {"act": "bf16"}), ("awq4", {"act": "f32"}), ("w8a8_dynamic", {}), ("mxfp4", {})]
+)
+@pytest.mark.parametrize(("k", "n"), [(128, 32), (384, 31), (1152, 97)])
+def test_every_variant_is_right_for_tails_and_writes_all_of_y(name, params, k, n):
+    layer, patterns = layer_of(name, k, n, **params)
+    for m in (1, 2, 5, 16, 17, 33, 70):
+        x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(layer.dtype)
+        right = reference.linear(layer.scheme, x.double().numpy(), patterns, n, offset=layer.manifest.offset)
+        for variant in layer.kernel.variants(k):
+            y = torch.full((m, n), float("nan"), dtype=layer.dtype)
+            layer.run_into(x, y, variant)
+            assert (np.abs(y.double().numpy() - right.y) <= right.bound).all(), (variant, m)
+
+
+@pytest.mark.parametrize("act", ["f16", "bf16", "f32"])
+def test_one_hot_x_gives_the_weight(act):
+    """Every code of every column, through every variant: planes of x and planes of codes are exact."""
+    layer, patterns = layer_of("w8a16", 512, 64, act=act)
+    weight = reference.decode_weight(layer.scheme, patterns, 64, 512)
+    x = torch.eye(512).to(layer.dtype)
+    expected = torch.from_numpy(weight.T.copy()).to(torch.float32).to(layer.dtype)
+    for variant in layer.kernel.variants(512):
+        y = torch.empty(512, 64, dtype=layer.dtype)
+        layer.run_into(x, y, variant)
+        assert torch.equal(y, expected), variant
+
+
+@pytest.mark.parametrize(("name", "params"), [("awq4", {"act": "f32"}), ("awq4", {"act": "bf16"}), ("nf4", {})])
+def test_what_is_not_finite_stays_in_its_row(name, params):
+    layer, _ = layer_of(name, 256, 48, **params)
+    x = torch.randn(20, 256, generator=torch.Generator().manual_seed(0)).to(layer.dtype)
+    for variant in layer.kernel.variants(256):
+        clean, y = (torch.empty(20, 48, dtype=layer.dtype) for _ in range(2))
+        layer.run_into(x, clean, variant)
+        dirty = x.clone()
+        dirty[3, 7], dirty[17, 200] = float("inf"), float("nan")
+        layer.run_into(dirty, y, variant)
+        others = [r for r in range(20) if r not in (3, 17)]
+        assert torch.equal(y[others], clean[others]), variant
+        assert y[17].isnan().all() and not y[3].isfinite().any(), variant
+
+
+def test_the_largest_floats_are_no_infinities():
+    """Rounding the first plane of x to bfloat16 would make one of the largest float32."""
+    layer, patterns = layer_of("w8a16", 64, 32, act="f32")
+    x = torch.zeros(40, 64)
+    x[:, 5] = torch.finfo(torch.float32).max / 2**12
+    right = reference.linear(layer.scheme, x.double().numpy(), patterns, 32, offset=layer.manifest.offset)
+    for variant in layer.kernel.variants(64):
+        y = torch.empty(40, 32)
+        layer.run_into(x, y, variant)
+        assert (np.abs(y.double().numpy() - right.y) <= right.bound).all(), variant
