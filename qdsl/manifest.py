@@ -171,7 +171,7 @@ def buffer_from_json(data: Mapping) -> Buffer:
 
 
 def layout_from_json(data: Mapping) -> Layout:
-    """The layout back from the object that `asdict` and JSON made of it."""
+    """The layout back from the object that `asdict` and JSON made of it; raises ValueError where its parts disagree."""
 
     def run(r: Mapping) -> Run:
         lanes = tuple(Lane(lane["name"], tuple(lane["order"]) if lane["order"] else None) for lane in r["lanes"])
@@ -179,4 +179,8 @@ def layout_from_json(data: Mapping) -> Layout:
 
     dims = tuple(tuple(Digit(d["name"], d["extent"]) for d in dim) for dim in data["dims"])
     axes = tuple(Axis(tuple(a["digits"]), tuple(map(run, a["runs"]))) for a in data["axes"])
+    known = {digit.name for dim in dims for digit in dim}
+    used = {name for a in axes for name in (*a.digits, *(lane.name for r in a.runs for lane in r.lanes))}
+    if used != known:
+        raise ValueError(f"a layout of the digits {', '.join(sorted(known))} places {', '.join(sorted(used))}")
     return Layout(dims, axes, data["bits"], data["word"])
