@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import platform
+import sys
 from pathlib import Path
 
 import pytest
@@ -15,6 +17,29 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # How long one example takes is the machine's load, not the code's.
 settings.register_profile("qdsl", deadline=None)
 settings.load_profile("qdsl")
+
+
+# Files whose tests run the kernels of the best level that the machine has; all others are about something else, and take those
+# that compile in a tenth of the time.
+BEST_LEVEL = {"test_levels", "test_quickstart", "test_simd", "test_threads", "test_verify"}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def level(request):
+    """The CPU level of a file's tests."""
+    if request.path.stem in BEST_LEVEL or "QDSL_CPU_LEVEL" in os.environ or platform.machine() != "x86_64":
+        yield
+        return
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QDSL_CPU_LEVEL", "x86-64-v2")
+        _forget_levels()
+        yield
+    _forget_levels()
+
+
+def _forget_levels():
+    if module := sys.modules.get("qdsl.runtime.processor"):  # which takes seconds to import
+        module.cpu_levels.cache_clear()
 
 
 def pytest_addoption(parser):

@@ -131,6 +131,20 @@ def test_every_variant_is_right_for_tails_and_writes_all_of_y(name, params, k, n
             assert (np.abs(y.double().numpy() - right.y) <= right.bound).all(), (variant, m)
 
 
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [("awq4", {"act": "bf16"}), ("awq4", {}), ("w8a8_dynamic", {}), ("w4a8_group", {}), ("fp8_block", {})],
+)
+def test_a_rows_bits_do_not_depend_on_the_number_of_rows(name, params):
+    layer = QuantLinear(qdsl.load(name, **params), 512, 40, batch_invariant=True)
+    patterns = reference.random_patterns(layer.scheme, np.random.default_rng(3), 40, 512)
+    layer.set_patterns({name: p for name, p in patterns.items() if not layer.scheme.tensor(name).optional})
+    x = torch.randn(65, 512, generator=torch.Generator().manual_seed(1)).to(layer.dtype)
+    alone = torch.cat([layer(row[None]) for row in x])
+    for m in (2, 5, 16, 17, 33, 65):
+        assert torch.equal(layer(x[:m]), alone[:m])
+
+
 @pytest.mark.parametrize("act", ["f16", "bf16", "f32"])
 def test_one_hot_x_gives_the_weight(act):
     """Every code of every column, through every variant: planes of x and planes of codes are exact."""
