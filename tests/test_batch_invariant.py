@@ -37,7 +37,10 @@ def inputs(layer, m):
 
 
 # ---- numbers -----------------------------------------------------------------------------------------------------
-@pytest.mark.parametrize("name", sorted(qdsl.shipped()))
+# Kinds of portable kernels, one of each; tests/test_simd.py has the others.
+@pytest.mark.parametrize(
+    "name", ["awq4", "fp8_block", "gptq_actorder", "nvfp4", "w4a4_flatquant", "w8a8_dynamic", "w8a8_mix"]
+)
 def test_a_rows_bits_do_not_depend_on_the_number_of_rows(name):
     layer = filled(name, 40, 384, batch_invariant=True)
     x = inputs(layer, 65)
