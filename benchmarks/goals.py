@@ -314,6 +314,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.plot:
             plot.require(args.plot)
         found = results.read(args.file)
+        if args.cpu and any(cell.threads is None for cell in found.cells):
+            parser.error(f"{args.file}: measured on a GPU; --cpu wants a file that `cpu.py --out` has written")
         block = shown(found)
         if args.plot:
             plot.draw(found, args.plot)

@@ -11,6 +11,7 @@ from pathlib import Path
 import torch
 
 import qdsl
+from qdsl.diagnostic import Error
 from qdsl.runtime.processor import cpu_levels
 from qdsl.runtime.timing import device_name
 from qdsl.runtime.verify import verify
@@ -21,14 +22,17 @@ def main() -> int:
     parser.add_argument("schemes", nargs="*", metavar="SCHEME", help="default: all that are shipped")
     parser.add_argument("--out", type=Path, help="also write the table here")
     args = parser.parse_args()
-    levels, failed = cpu_levels()[::-1], []
+    try:  # of all, before the first takes its minutes
+        schemes = [qdsl.load(name) for name in args.schemes or qdsl.shipped()]
+        levels, failed = cpu_levels()[::-1], []
+    except Error as e:
+        parser.error(str(e))
     lines = [
         f"qdsl verify on {device_name(torch.device('cpu'))}, torch {torch.__version__}: worst error over its bound",
         f"{'scheme':50}{'cases':>7}" + "".join(f"{level:>16}" for level in levels),
     ]
     print("\n".join(lines), flush=True)
-    for name in args.schemes or qdsl.shipped():
-        scheme = qdsl.load(name)
+    for scheme in schemes:
         reports = [verify(scheme, "cpu", level) for level in levels]
         failed += [str(report) for report in reports if not report.passed]
         shown = "".join(f"{f'{r.worst:.3f}' if r.passed else 'WRONG':>16}" for r in reports)
