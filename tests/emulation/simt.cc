@@ -203,6 +203,15 @@ uint32_t fma2(uint32_t a, uint32_t b, uint32_t c, bool bf16) {
   return found;
 }
 
+uint32_t extreme2(uint32_t a, uint32_t b, bool bf16, float (*of)(float, float)) {
+  uint32_t found = 0;
+  for (int p = 0; p < 2; ++p) {
+    float one = half_value(a >> 16 * p & 0xFFFF, bf16), other = half_value(b >> 16 * p & 0xFFFF, bf16);
+    found |= uint32_t(half_bits(std::isnan(one) || std::isnan(other) ? NAN : of(one, other), bf16)) << 16 * p;
+  }
+  return found;
+}
+
 uint32_t pack(float high, float low, bool bf16) {
   return uint32_t(half_bits(high, bf16)) << 16 | half_bits(low, bf16);
 }
