@@ -27,7 +27,7 @@ from qdsl.codegen.function import Parameters, open_function
 from qdsl.codegen.plan import Plan
 from qdsl.codegen.tir import as_float, divide, encode, round_to, translate
 from qdsl.dtype import DType
-from qdsl.expr import REDUCTIONS, Binary, Call, Expr, Ref, names, walk
+from qdsl.expr import REDUCTIONS, Binary, Call, Expr, Number, Ref, names, walk
 from qdsl.scheme import Group, Scheme, Tensor, Var
 
 THREADS = 512  # of a CTA
@@ -85,18 +85,21 @@ def lower(plan: Plan, args: tuple[str, ...]) -> tirx.PrimFunc:
     with open_function(plan, "quantize", args) as (builder, own):
         m, k = own.sizes["m"], own.sizes["k"]
         T.device_entry()
-        shares = m if whole else m * _stretches(m, k)
-        cta = T.cta_id([T.cast(_ceil_shift(shares, 9 - _team(m, k)), "int32")])
+        shift, stretch = _team(m, k) if whole else (T.int32(5), _stretch(m, k))
+        stretches = T.cast(_over(k, stretch), "int32")
+        shares = m if whole else m * stretches
+        cta = T.cta_id([T.cast(_over(shares, 9 - shift), "int32")])
         thread = T.thread_id([THREADS])
         with T.attr({"tirx.launch_bounds_min_blocks_per_sm": RESIDENT}):
             if plan.overlapped:
                 overlap.let_in()  # the product, which asks for its weights before it waits
-                overlap.wait()
-            shift, stretches = register("int32", _team(m, k))[0], register("int32", _stretches(m, k))[0]
+            shift, stretch, stretches = (_settled(value) for value in (shift, stretch, stretches))
             share = (cta << (9 - shift)) + (thread >> shift)
+            row = _settled(share if whole else tirx.truncdiv(share, stretches))
+            if plan.overlapped:
+                overlap.wait()
             with when(share < T.cast(shares, "int32")):
-                row = register("int32", share if whole else tirx.truncdiv(share, stretches))[0]
-                token = _Token(plan, own, thread, shift, row)
+                token = _Token(plan, own, thread, shift, stretch, row)
                 first = T.int32(0) if whole else share - row * stretches
                 for t in scheme.activation().operand.loaded:
                     if t.role == "scale" and not t.index:
@@ -119,30 +122,43 @@ def lower(plan: Plan, args: tuple[str, ...]) -> tirx.PrimFunc:
 
 
 def _team(m, k):
-    """The binary logarithm of a token's threads: enough to hold it, or to keep the GPU busy."""
+    """The binary logarithms of a token's threads, and of the numbers that they hold: enough to hold the token, or to keep the
+    GPU busy."""
     shift = T.int32(5)
     for more in range(6, 10):
         needed = k > (PIECE * HELD << more - 1)
         shift = T.if_then_else(tirx.any(needed, m <= ENOUGH >> more), T.int32(more), shift)
-    return shift
+    return shift, shift + (PIECE * HELD).bit_length() - 1
 
 
-def _stretches(m, k):
-    """What a team holds at once, so many times are a token."""
-    return T.cast(_ceil_shift(k, _team(m, k) + (PIECE * HELD).bit_length() - 1), "int32")
+def _stretch(m, k):
+    """The binary logarithm of what a warp holds: as few pieces as keep the GPU busy."""
+    one = (32 * PIECE).bit_length() - 1
+    pieces = m * (k >> one)  # of warps
+    few, some = (T.int32(one + more) for more in (0, 1))
+    enough = ENOUGH // 32
+    return T.if_then_else(pieces <= enough, few, T.if_then_else(pieces <= 2 * enough, some, T.int32(one + 2)))
 
 
-def _ceil_shift(number, shift):
+def _over(number, shift):
     """An int64 over a power of two, rounded up."""
     shift = wide(shift)
     return number + (T.int64(1) << shift) - 1 >> shift
 
 
+def _settled(value):
+    """An int32 that is computed here, and not again where it is needed: what asm returns is kept."""
+    found = T.alloc_local([1], "int32")
+    ptx("mov.b32", found[0], value)
+    return found[0]
+
+
 class _Token:
     """What a thread knows of its token: x, the results of reductions, and the scales that are made of them."""
 
-    def __init__(self, plan: Plan, own: Parameters, thread, shift, m):
-        self.plan, self.own, self.m = plan, own, wide(m)
+    def __init__(self, plan: Plan, own: Parameters, thread, shift, stretch, m):
+        """`shift`, `stretch`: binary logarithms of the threads that share it, and of what they hold at once."""
+        self.plan, self.own, self.m, self.stretch = plan, own, wide(m), stretch
         self.lane, self.warp, self.shift = thread % 32, thread // 32, shift
         self.team, self.thread = T.int32(1) << shift, thread & (T.int32(1) << shift) - 1  # threads, and which of them
         self.K = T.cast(own.sizes["k"], "int32")
@@ -166,11 +182,12 @@ class _Token:
     # ---- x ------------------------------------------------------------------------------------------------------
     def first(self, stretch, piece: int):
         """The piece's first number."""
-        return ((stretch * HELD + piece) * self.team + self.thread) * PIECE
+        return (stretch << self.stretch) + (piece * self.team + self.thread) * PIECE
 
     def reaches(self, stretch, piece: int):
         """Whether any of the team's threads has something of the piece."""
-        return (stretch * HELD + piece) * self.team * PIECE < self.K
+        start = piece * self.team * PIECE
+        return tirx.all(start < T.int32(1) << self.stretch, (stretch << self.stretch) + start < self.K)
 
     def ask(self, stretch) -> None:
         """The thread's pieces of a stretch, into registers. Those beyond K have the last numbers of the token again, which
@@ -322,12 +339,14 @@ class _Token:
             usual = [tirx.any(tirx.all(s >= T.float32(SMALL), s < T.float32(LARGE)), s == T.float32(0)) for s in scales]
             quick = _mended(t.value, set(self.scales))
             values = [register("float32", self.number(quick, j))[0] for j in range(PIECE)]
-            usual.append(tirx.Not(T.isnan(functools.reduce(operator.add, values))))  # what has a NaN, or two infinities
+            bounded = _bounded(t, self.plan.scheme)
+            if not bounded:  # a NaN, or two infinities, make one of their sum
+                usual.append(tirx.Not(T.isnan(functools.reduce(operator.add, values))))
             with T.If(functools.reduce(tirx.all, usual)):
                 with T.Then():
                     if _small(t.dtype):
                         for at in range(PIECE // 4):
-                            assign(words, at, _rounded(t.dtype, values[4 * at : 4 * at + 4], self.plan))
+                            assign(words, at, _rounded(t.dtype, values[4 * at : 4 * at + 4], self.plan, bounded))
                     else:
                         pack(lambda j: values[j])
                 with T.Else():
@@ -384,6 +403,20 @@ class _Reduction:
         ptx(f"{COMBINE[self.call.name]}.f32", self.result[0], self.result[0], value)
 
 
+def _bounded(t: Tensor, scheme: Scheme) -> bool:
+    """Whether codes are x over a scale that is the largest |x| over what codes go up to, or less: a usual scale is then of
+    finite numbers, and its quotients round to codes."""
+    match t.value:
+        case Binary("/", Ref("x"), Ref(name)) if not scheme.tensor(name).loaded:
+            scale = scheme.tensor(name)
+        case _:
+            return False
+    match scale.value:
+        case Binary("/", Call("amax", (Call("abs", (Ref("x"),)),)), Number(most)):
+            return scale.dtype.name == "f32" and 0 < most <= min(t.dtype.max, -t.dtype.min)
+    return False
+
+
 OVER = "over "  # before the name of a scale: a call of one argument
 
 
@@ -406,10 +439,11 @@ def _small(dtype: DType) -> bool:
     return dtype.kind == "int" and dtype.bits <= 8
 
 
-def _rounded(dtype: DType, values: Sequence, plan: Plan):
+def _rounded(dtype: DType, values: Sequence, plan: Plan, bounded: bool):
     """Four numbers that are no NaN as the bytes of a word: the bits of 1.5 * 2^23 plus a number end with it, rounded."""
     low, high, middle = T.float32(dtype.min), T.float32(dtype.max), T.float32(1.5 * 2**23)
-    bits = [T.reinterpret("uint32", T.min(T.max(value, low), high) + middle) for value in values]
+    values = values if bounded else [T.min(T.max(value, low), high) for value in values]
+    bits = [T.reinterpret("uint32", value + middle) for value in values]
     pairs = [T.alloc_local([1], "uint32") for _ in range(3)]
     for pair, (a, b), order in zip(
         pairs, ((bits[0], bits[1]), (bits[2], bits[3]), (pairs[0][0], pairs[1][0])), (0x40, 0x40, 0x5410), strict=True
