@@ -196,7 +196,9 @@ class _Token:
             with T.Then():
                 for piece in range(HELD):
                     with when(self.reaches(stretch, piece)):
-                        at = self.x_row + T.cast(T.min(self.first(stretch, piece), self.K - PIECE) * self.size, "uint64")
+                        at = self.x_row + T.cast(
+                            T.min(self.first(stretch, piece), self.K - PIECE) * self.size, "uint64"
+                        )
                         for word in range(piece * self.each, (piece + 1) * self.each, 4):
                             words = (self.words[word + j] for j in range(4))
                             ptx("ld.global.v4.b32", *words, at + T.uint64(4 * (word - piece * self.each)))

@@ -161,9 +161,10 @@ def store_ones(k: Kernel) -> None:
 class Consumer(Warpgroup):
     """Weights that are read from the stage, or made out of nibbles.
 
-    Promoted products have registers of their own, for a block of features and up to 128 tokens, or 64 integers: a pass. Where there is room
-    for those of two, the multiplier has the next pass of a stage before the last one's products are added; not the next
-    stage's: ptxas lets no products be in the making around a loop while others are read.
+    Promoted products have registers of their own, for a block of features and up to 128 tokens, or 64 where they are
+    integers of groups: a pass. Where there is room for those of two, the multiplier has the next pass of a stage before the
+    last one's products are added; not the next stage's: ptxas lets no products be in the making around a loop while others
+    are read.
     """
 
     weight: ByteWeight
@@ -182,7 +183,7 @@ class Consumer(Warpgroup):
         assert isinstance(weight, ByteWeight)
         self.weight = weight
         self.from_registers = not weight.from_shared
-        # Where products become float32 first, those of short passes are worth it: there is room for two.
+        # Where products become float32 before they are added, short passes are faster: there is room for those of two.
         self.tokens = min(tile.tokens, SHORT if weight.group and not weight.operand.is_float else WIDEST)
         # The sums of 256 tokens leave registers for the fragments of one batch only.
         self.sets = 1 if weight.promoted and tile.blocks * tile.tokens > WIDEST else 2
