@@ -54,7 +54,8 @@ def few(s: State, block: tirx.Expr) -> None:
         with T.serial(i64(0), count + i64(1)) as i:  # one is made while the one before it is multiplied
             with T.If(i < count), T.Then():
                 if b.direct:
-                    _ask(s, block, first + i + i64(AHEAD * b.inputs // at_once), i64(0), i64(1))
+                    soon = first + i + i64(AHEAD * b.inputs // at_once)
+                    _ask(s, block, soon, i64(0), i64(1), primitives.prefetch_near)
                 _make(s, block, first + i, operands, T.bitwise_and(i, i64(1)), entries, ask=True)
             with T.If(i > i64(0)), T.Then():
                 before = T.bitwise_and(i - i64(1), i64(1))
@@ -258,7 +259,7 @@ def _multiply(s: State, block, operands, at, tile, pair, halves: int) -> None:
             primitives.prefetch_near(T.address_of(place))
 
 
-def _ask(s: State, block, tile, part: tirx.Expr, parts: tirx.Expr) -> None:
+def _ask(s: State, block, tile, part: tirx.Expr, parts: tirx.Expr, prefetch=primitives.prefetch) -> None:
     """One of so many parts of the words of a tile is asked for: memory works while tiles multiply."""
     b = s.blocked
     words = b.tile_inputs // b.inputs
@@ -266,4 +267,4 @@ def _ask(s: State, block, tile, part: tirx.Expr, parts: tirx.Expr) -> None:
     with T.serial(part * each, T.min(i64(words), part * each + each)) as w:
         for u in range(HALVES):
             at = s.own.buffers[b.code][block, tile * i64(words) + w, i64(u * LANES)]
-            primitives.prefetch(T.address_of(at))
+            prefetch(T.address_of(at))
