@@ -23,7 +23,6 @@ from qdsl.codegen.simd.state import HALVES, State, ceil_div, div, for_features, 
 from qdsl.codegen.tir import f32, i64
 
 AHEAD = 64  # words of a lane that are asked for before they are needed: 8 KiB
-SOON = 1  # tiles
 TILES = 8  # of a panel, where groups do not end it
 PAIRS, BLOCKS = 16, 8  # of a piece of work: 512 tokens by 256 features, 512 KiB of sums and as much of x
 TILE, NEAR = 1 << 10, 1 << 20  # bytes of a tile, and those that stay in a core's second cache
@@ -253,10 +252,6 @@ def _multiply(s: State, block, operands, at, tile, pair, halves: int) -> None:
             primitives.call(f"tile_load_{4 + half}", place, i64(b.tile_inputs * 4 // b.depth))
         for t in range(2 * halves):
             primitives.call(f"tile_product_{t}")
-    if halves == 2:  # what tiles load, nothing else asks for
-        for line in range(b.planes * 2 * LANES * b.tile_inputs * 4 // b.depth // 64):
-            place = s.x[pair, tile + i64(SOON), i64(0), i64(0), i64(0), i64(line * 64 * b.depth // 4)]
-            primitives.prefetch_near(T.address_of(place))
 
 
 def _ask(s: State, block, tile, part: tirx.Expr, parts: tirx.Expr, prefetch=primitives.prefetch) -> None:
