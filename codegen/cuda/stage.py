@@ -58,7 +58,14 @@ class Stage:
         share = "1 team" if self.tile.teams == 1 else f"{self.tile.teams} teams by {64 * self.tile.slice}"
         if self.tile.cluster > 1:
             share = f"{self.tile.cluster} CTAs by {64 * self.tile.slice}, of {share}"
-        return f"mma {share}, corrects {f'sums of {self.step}' if self.tile.correct == 'sums' else 'weights'}"
+        if self.tile.correct == "sums":
+            return f"mma {share}, {self.scaled}"
+        return f"mma {share}, corrects weights"
+
+    @property
+    def scaled(self) -> str:
+        """What is summed before it is scaled, and how much of it."""
+        return f"{'scales' if self.weight.taken_off(self.tile.token_tiles) else 'corrects'} sums of {self.step}"
 
     @property
     def tiles_of_q(self) -> tuple[int, int]:

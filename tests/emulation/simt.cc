@@ -203,6 +203,15 @@ uint32_t fma2(uint32_t a, uint32_t b, uint32_t c, bool bf16) {
   return found;
 }
 
+uint32_t max2(uint32_t a, uint32_t b) {
+  uint32_t found = 0;
+  for (int p = 0; p < 2; ++p) {
+    float x = half_value(a >> 16 * p & 0xFFFF, true), y = half_value(b >> 16 * p & 0xFFFF, true);
+    found |= uint32_t(half_bits(std::fmax(x, y), true)) << 16 * p;
+  }
+  return found;
+}
+
 uint32_t pack(float high, float low, bool bf16) {
   return uint32_t(half_bits(high, bf16)) << 16 | half_bits(low, bf16);
 }
