@@ -79,7 +79,7 @@ class Ggml:
         return found
 
 
-class _Held:
+class Held:
     """Contexts and buffers of one contender, given back together."""
 
     def __init__(self, ggml: Ggml) -> None:
@@ -115,7 +115,7 @@ def ggml_family() -> Iterator[Contender]:
     def made(kind: str, buffer: int) -> Callable[[Problem, int, int], Built]:
         def make(p: Problem, copies: int, threads: int) -> Built:
             stored, exact = quantized(p, kind)
-            held, calls = _Held(ggml), []
+            held, calls = Held(ggml), []
             for _ in range(copies):
                 context = held.context()
                 w = ggml.tensor(context, GGML_TYPES[kind], p.k, p.n)
@@ -126,7 +126,7 @@ def ggml_family() -> Iterator[Contender]:
 
         return make
 
-    def called(held: _Held, w: int, n: int) -> Call:
+    def called(held: Held, w: int, n: int) -> Call:
         graphs: dict[int, tuple[Any, Tensor]] = {}
 
         def call(x: Tensor) -> Tensor:

@@ -56,6 +56,7 @@ from qdsl.runtime.resolve import (
 from qdsl.runtime.state import EXTRA, Tag, tag
 from qdsl.runtime.weight import quantized
 from qdsl.scheme import Binding, Scheme, Storage, Tensor
+from qdsl.slope import in_units_of_the_model
 
 
 class QuantLinear(nn.Module):
@@ -540,17 +541,20 @@ class QuantLinear(nn.Module):
         return self
 
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
-        """The weight [N, K] on the layer's device: exact in float64, or rounded once from that to `dtype`."""
+        """The model's weight [N, K] on the layer's device: exact in float64, or rounded once from that to `dtype`.
+
+        Where the scheme counts x or y in units of its own, as of codes, these are in it.
+        """
         if not self._loaded:
             raise Error("there is nothing to dequantize: the layer has no weights yet")
-        n, k = self.out_features, self.in_features
-        given = weight.patterns(self.scheme, self._buffers, self._held, n, k)
+        n, k, scheme = self.out_features, self.in_features, in_units_of_the_model(self.scheme, self.phase)
+        given = weight.patterns(scheme, self._buffers, self._held, n, k)
         if dtype is None or dtype == torch.float64:
-            return torch.from_numpy(weight.decoded(self.scheme, given, n, k)).to(self.device)
+            return torch.from_numpy(weight.decoded(scheme, given, n, k)).to(self.device)
         kind = repack.format_of(dtype)
         if kind is None:
             raise TypeError(f"dequantize gives float64, float32, float16 or bfloat16, not {dtype}")
-        return repack.tensor_of(weight.rounded(self.scheme, given, n, k, kind), dtype).to(self.device)
+        return repack.tensor_of(weight.rounded(scheme, given, n, k, kind), dtype).to(self.device)
 
     # ---- moving, copying, saving --------------------------------------------------------------------------------
     def _apply(self, fn, recurse=True):

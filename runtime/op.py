@@ -17,6 +17,7 @@ from qdsl.expr import Binary, Ref
 from qdsl.order import SOURCE
 from qdsl.runtime.artifact import ALIGNMENT, Kernel, kernel
 from qdsl.scheme import Scheme
+from qdsl.slope import in_units_of_the_model, is_affine
 
 _LIBRARY = torch.library.Library("qdsl", "DEF")
 _LIBRARY.define("linear(Tensor x, Tensor[] buffers, SymInt n, str key) -> Tensor")
@@ -50,7 +51,10 @@ def _input_grad(grad: torch.Tensor, buffers: Sequence[torch.Tensor], k: int, key
     flat = grad.reshape(-1, n)
     if flat.shape[0] == 0:
         return grad.new_zeros((*grad.shape[:-1], k))
-    part = _weight_through_kernel if grad.is_cuda and not known.scheme.activations else _weight_on_host
+    value = known.scheme.output.value
+    plain = value == Ref("acc") or (isinstance(value, Binary) and value.op == "+" and value.left == Ref("acc"))
+    quick = plain and grad.is_cuda and not known.scheme.activations
+    part = _weight_through_kernel if quick else _weight_on_host
     out = grad.new_empty((flat.shape[0], k))
     for start, weight in part(known, buffers, n, k, grad):  # weight: columns from `start`, [n, some of k]
         out[:, start : start + weight.shape[1]] = flat @ weight
@@ -74,33 +78,32 @@ def _weight_through_kernel(known: Kernel, buffers: Sequence[torch.Tensor], n: in
 def _weight_on_host(known: Kernel, buffers: Sequence[torch.Tensor], n: int, k: int, like: torch.Tensor):
     from qdsl.runtime.weight import decoded, patterns
 
-    exact = decoded(known.scheme, patterns(known.scheme, dict(zip(known.names, buffers)), known.buffers, n, k), n, k)
+    scheme = in_units_of_the_model(known.scheme)
+    exact = decoded(scheme, patterns(scheme, dict(zip(known.names, buffers)), known.buffers, n, k), n, k)
     yield 0, torch.from_numpy(exact).to(like.device, like.dtype)
 
 
-def differentiable(scheme: Scheme) -> str:
-    """Why dX = dY·W is not the gradient of this scheme's layer; empty when it is.
+def bent(scheme: Scheme) -> str:
+    """Why a layer of this scheme is not y = x·Wᵀ + bias, apart from rounding, so that dX = dY·W is not its gradient; empty
+    where it is.
 
     Rounding of activations passes the gradient straight through, as is usual in training with quantized activations.
     """
-    value = scheme.output.value
-    plain = value == Ref("acc") or (isinstance(value, Binary) and value.op == "+" and value.left == Ref("acc"))
     if scheme.experts:
-        return "experts have no gradient yet"
-    if not plain:
-        return f"its output is `{value}`, and only `acc` and `acc + bias` have a gradient yet"
+        return "it has experts"
+    if not is_affine(scheme.output.value, "acc") or any(t.role == "residual" for t in scheme.output.tensors):
+        return f"its output is `{scheme.output.value}`, which is not `acc` times something plus something"
     if any(a.transforms for a in scheme.activations):
-        return "it transforms x before quantizing, and transforms have no gradient yet"
+        return "it transforms x before quantizing"
     return ""
 
 
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, buffers, n, key):
-        if reason := differentiable(kernel(key).scheme):
-            raise Error(
-                f"{kernel(key).scheme.bound} can't pass a gradient to x: {reason}; call it under torch.no_grad()"
-            )
+        scheme = kernel(key).scheme
+        if reason := bent(scheme):
+            raise Error(f"{scheme.bound} can't pass a gradient to x yet: {reason}; call it under torch.no_grad()")
         ctx.buffers, ctx.k, ctx.key = buffers, x.shape[-1], key
         with torch._C._AutoDispatchBelowAutograd():
             return torch.ops.qdsl.linear(x, buffers, n, key)

@@ -37,6 +37,7 @@ from qdsl.runtime.examination import Examination, examine, refuse, scheme_for_fl
 from qdsl.runtime.experts import QuantExperts, parts_of
 from qdsl.runtime.fused import QuantFused
 from qdsl.runtime.linear import QuantLinear
+from qdsl.runtime.op import bent
 from qdsl.runtime.stored import weights_file
 from qdsl.scheme import Scheme
 
@@ -162,10 +163,14 @@ class QdslQuantizer(HfQuantizer):
                 f"{experts[0]}: experts stay quantized; load_quantized leaves the checkpoint's floats as they are"
             )
         for name, layer in layers.items():
+            for own in parts_of(layer).values():
+                if reason := bent(own.scheme):
+                    raise Error(f"{name}: {own.scheme.bound} has no nn.Linear to become: {reason}; it stays quantized")
+        for name, layer in layers.items():
             dense = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, "meta", dtype)
             dense.weight = nn.Parameter(layer.dequantize(dtype), requires_grad=False)
             if layer.bias is not None:
-                dense.bias = nn.Parameter(layer.bias.to(dtype), requires_grad=False)
+                dense.bias = nn.Parameter(_float_bias(layer).to(dtype), requires_grad=False)
             put(model, name, dense)
         return model
 
@@ -194,6 +199,17 @@ class Room(nn.Module):
     def __init__(self, size: int):
         super().__init__()
         self.register_buffer("room", torch.empty(size, dtype=torch.uint8, device="meta"), persistent=False)
+
+
+def _float_bias(layer: QuantLinear | QuantFused) -> torch.Tensor:
+    """What is added to x·Wᵀ: y of zeros where a bias is of integers, which count in units of sums and hold x's zero point."""
+    biases = []
+    for part in parts_of(layer).values():
+        if not part.bias.is_floating_point():
+            biases.append(part(torch.zeros(part.in_features, dtype=part.dtype, device=part.device)))
+        else:
+            biases.append(part.bias)
+    return torch.cat(biases)
 
 
 def _layers(model: nn.Module) -> dict[str, QuantLinear | QuantFused | QuantExperts]:

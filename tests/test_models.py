@@ -108,14 +108,16 @@ def codes_and_scales_are_the_tools_own(layer, expected, key):
     That is all there is to compare: float32 scales lie closer to each other than their products where these pass a power of
     two, so for a quarter of the rows two scales have the stored product, and the file does not tell which was the tool's.
     """
-    codes = layer.dequantize().numpy().astype(np.float32)
-    product, of_x = (F32.decode(held(layer)[tensor]).astype(np.float32) for tensor in "dc")
+    held_here = held(layer)
+    codes = held_here["q"].view(np.int8).astype(np.float32)
+    product, of_x = (F32.decode(held_here[tensor]).astype(np.float32) for tensor in "dc")
     quotient = product / of_x
     scales = [np.nextafter(quotient, np.float32(0)), quotient, np.nextafter(quotient, np.float32(np.inf))]
     fits = np.array([s * of_x == product for s in scales])
     right = np.array([(codes * s[:, None] == expected).all(axis=1) for s in scales])
     assert (fits & right).any(axis=0).all(), key
     assert (fits.sum(axis=0) == 2).mean() > 0.2, f"{key}: the scales can be told from their products"
+    assert np.abs(layer.dequantize().numpy() - expected).max() <= 2.0**-23 * np.abs(expected).max(), key
 
 
 def outputs_are_within_their_bounds(model, layers):

@@ -585,6 +585,32 @@ def test_dequantize_rounds_once_from_the_exact_value(kind):
     assert np.array_equal(found.double().numpy(), rounded)
 
 
+def counted_in_codes(n=16, k=72):
+    """A layer that sums codes of x, in which 3 stands for 0, and its x, which are no other numbers than codes stand for."""
+    layer, patterns = filled("w8a8_quant_bias", n, k, dtype=torch.float32)
+    rng = np.random.default_rng(0)
+    patterns |= {
+        "c": F32.encode(np.array(0.25)),
+        "o": F32.encode(np.array(3.0)),
+        "d": F32.encode(2.0 ** rng.integers(-9, -5, n)),
+    }
+    patterns["b"] = layer.scheme.tensor("b").dtype.encode(rng.integers(-99, 99, n).astype(float))
+    return layer.set_patterns(patterns), torch.from_numpy(rng.integers(-60, 60, (5, k)) * 0.25).float()
+
+
+def test_the_weight_of_a_layer_that_counts_in_codes_is_the_models():
+    layer, x = counted_in_codes()
+    weight, zero = layer.dequantize(), torch.zeros(1, x.shape[1])
+    assert torch.equal(layer(x).double() - layer(zero).double(), x.double() @ weight.T)  # all of it is exact
+
+
+def test_the_gradient_of_a_layer_that_counts_in_codes():
+    layer, x = counted_in_codes()
+    upstream = torch.randn(5, 16, dtype=torch.float64).float()
+    layer(x.requires_grad_()).backward(upstream)
+    torch.testing.assert_close(x.grad, upstream @ layer.dequantize(torch.float32), rtol=1e-5, atol=1e-5)
+
+
 # ---- gradients ---------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("shape", [(1, K), (512, K), (2, 5, K), (2, 1, 3, K), (0, K)])
 def test_the_gradient_is_that_of_the_dequantized_layer(shape):
@@ -641,7 +667,7 @@ def test_an_output_without_a_gradient_is_refused(tmp_path):
     layer.set_patterns(reference.random_patterns(layer.scheme, np.random.default_rng(0), 8, 64))
     x = torch.randn(2, 64)
     assert (layer(x) >= 0).all()
-    with pytest.raises(qdsl.Error, match=r"can't pass a gradient to x: its output is `relu\(acc \+ b\)`"):
+    with pytest.raises(qdsl.Error, match=r"can't pass a gradient to x yet: its output is `relu\(acc \+ b\)`"):
         layer(x.requires_grad_())
 
 

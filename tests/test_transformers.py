@@ -131,6 +131,28 @@ def test_the_floats_of_a_quantized_model(converted):
 
 @needs_fixtures
 @pytest.mark.usefixtures("silent")
+def test_the_floats_of_layers_that_are_more_than_a_weight():
+    """Sums of codes become weights and a bias in floats; a transform of x can't be one."""
+    model = AutoModelForCausalLM.from_pretrained(
+        FIXTURES / "ms_w8a8_bf16", quantization_config=QdslConfig(), dtype=torch.float32
+    )
+    layers, x, y = quantized(model), {}, {}
+    for name, layer in layers.items():  # of numbers that codes stand for
+        codes = torch.randint(-128, 128, (9, layer.in_features))
+        x[name] = (codes - layer.get_buffer("o")) * layer.get_buffer("c")
+        y[name] = layer(x[name])
+    dense = model.dequantize()
+    for name in layers:
+        own = dense.get_submodule(name)
+        terms = x[name].abs() @ own.weight.abs().T + own.bias.abs()
+        assert ((own(x[name]) - y[name]).abs() <= own.in_features * 2.0**-24 * terms).all(), name
+    model = AutoModelForCausalLM.from_pretrained(FIXTURES / "ms_w4a4_flatquant", quantization_config=QdslConfig())
+    with pytest.raises(qdsl.Error, match="it transforms x before quantizing; it stays quantized"):
+        model.dequantize()
+
+
+@needs_fixtures
+@pytest.mark.usefixtures("silent")
 @pytest.mark.parametrize(
     "name",
     ["gptq_v1_sym_g64_descact", "ct_nvfp4a16", "ct_int8_w8a8_static_asym", "fp8_block128_ue8m0", "bnb_nf4_dq", "mo_fp8",
