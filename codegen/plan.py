@@ -566,7 +566,10 @@ def _buffer(
         layout = blocked_codes(simd.bits, simd.depth) if t == scheme.code else _vector_rows(t, FEATURES)
     else:
         tile = loop is not None or (target.kind == "cuda" and scheme.code.dtype.bits == 4)
-        layout = _layout(t, scheme, tile, loop is not None and bool(loop.table))
+        looked_up = loop is not None and bool(loop.table)
+        placed = loop is not None and not looked_up and t == scheme.code
+        own = places(t.dtype, scheme.compute.operand.mantissa) if placed else ()
+        layout = _layout(t, scheme, tile, looked_up, own)
         if loop and loop.activation and t.name == loop.code:
             layout = fragment_bytes() if t.dtype.bits == 4 else byte_matrices()
     if t.dtype.bits <= 8:
@@ -590,7 +593,7 @@ def _grouped_layout(t: Tensor, scheme: Scheme, loop: MainLoop) -> Layout:
     return replace(found, axes=axes)
 
 
-def _layout(t: Tensor, scheme: Scheme, fragment: bool, looked_up: bool) -> Layout:
+def _layout(t: Tensor, scheme: Scheme, fragment: bool, looked_up: bool, own: tuple[int, ...]) -> Layout:
     """Derived, not tabulated.
 
     On tensor cores output features are the 16-row side of the fragment (rows c and c + 8: digits r, c); a lane reads
@@ -599,10 +602,7 @@ def _layout(t: Tensor, scheme: Scheme, fragment: bool, looked_up: bool) -> Layou
     """
     if t.index and t.index[0] == Var("n") and t.role not in ("bias", "residual"):
         if t == scheme.code:
-            if not fragment:
-                return _vector_codes(t)
-            own = () if looked_up else places(t.dtype, scheme.compute.operand.mantissa)
-            return fragment_codes(len(t.index), t.dtype.bits, looked_up, own)
+            return fragment_codes(len(t.index), t.dtype.bits, looked_up, own) if fragment else _vector_codes(t)
         if fragment:
             return _fragment_rows(t)
         return _vector_rows(t, vector_features(scheme.code.dtype))

@@ -208,9 +208,10 @@ class Layout:
             x = whole.reshape(full)
         return np.asarray(x[tuple(slice(size) for size in shape)], order="C")  # a scalar stays a scalar
 
-    def restored(self, words: Any) -> Any:
-        """Words with their bits where the runs put them: an array of stored words, or an expression for one."""
-        return _moved(words, ((place, i) for i, place in enumerate(self.places))) if self.places else words
+    def restored(self, words: Any, number: Callable[[int], Any] = int) -> Any:
+        """Words with their bits where the runs put them: an array of stored words, or an expression for one, whose constants
+        `number` makes."""
+        return _moved(words, ((place, i) for i, place in enumerate(self.places)), number) if self.places else words
 
     @property
     def _packed(self) -> tuple[int, tuple[Lane, ...]] | None:
@@ -329,12 +330,12 @@ class Layout:
         return inverse[digit] if isinstance(digit, int | np.integer) else look_up(digit, inverse)
 
 
-def _moved(words: Any, bits: Iterable[tuple[int, int]]) -> Any:
+def _moved(words: Any, bits: Iterable[tuple[int, int]], number: Callable[[int], Any] = int) -> Any:
     """Words with bit a of each at b, for all (a, b); those that go equally far go together."""
     masks: dict[int, int] = {}
     for a, b in bits:
         masks[b - a] = masks.get(b - a, 0) | 1 << b
-    kind = words.dtype.type if isinstance(words, np.ndarray) else lambda number: number
+    kind = words.dtype.type if isinstance(words, np.ndarray) else number
     parts = [
         (words << kind(by) if by > 0 else words >> kind(-by) if by else words) & kind(mask)
         for by, mask in masks.items()
