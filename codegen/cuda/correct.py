@@ -53,7 +53,7 @@ class SumStep:
             if self.taken_off:
                 for r in range(2):
                     zero = _zero(self.weight, words, r)
-                    assign(self.shift, 2 * f + r, _negative(self.weight, r, zero, self.weight.factor(r)))
+                    assign(self.shift, 2 * f + r, _negative(self.weight, r, zero, divided=False))
             elif self.shifted:
                 for r, value in enumerate(self._shifts(words.get("zero"))):
                     assign(self.shift, 2 * f + r, value)
@@ -159,7 +159,7 @@ class WeightStep:
                 zero = _zero(weight, words, r)
             nothing = weight.nothing(r) / way.factor
             if way.bias > 0:
-                assign(self.shift, 2 * f + r, _negative(weight, r, zero, 1))
+                assign(self.shift, 2 * f + r, _negative(weight, r, zero, divided=True))
             elif zero is not None:
                 value = T.float32(-nothing) - T.cast(T.reinterpret("int32", zero), "float32")
                 ptx(f"cvt.rn.{half.ptx}x2.f32", self.shift[2 * f + r], value, value)
@@ -376,15 +376,17 @@ def _zero(weight: Weight, words, r: int):
     return T.cast(_integers(weight.zero, words["zero"])[r], "uint32") if weight.zero else None
 
 
-def _negative(weight: Weight, r: int, zero, factor: float):
-    """-(bias / Weight.factor + zero) * factor as a packed pair of equal halves; factor: that of the weight, or 1.
+def _negative(weight: Weight, r: int, zero, divided: bool):
+    """-(bias + factor * zero), or that divided by the factor, as a packed pair of equal halves.
 
     From the bias, a power of two, upwards halves are equidistant in value and in bits: integers are added to bits.
     """
-    half, own = weight.half, int(weight.factor(r)).bit_length() - 1
-    less = own if factor == 1 else 0
-    bits = 0x8000 + half.power(half.mantissa - less) + int(weight.nothing(r)) - (1 << half.mantissa)
-    return T.uint32(bits * 0x10001) if zero is None else ((zero << T.uint32(own)) + T.uint32(bits)) * T.uint32(0x10001)
+    half, shift = weight.half, int(weight.factor(r)).bit_length() - 1
+    power = half.power(half.mantissa - (shift if divided else 0))
+    bits = 0x8000 + power + int(weight.nothing(r)) - (1 << half.mantissa)
+    if zero is None:
+        return T.uint32(bits * 0x10001)
+    return ((zero << T.uint32(shift)) + T.uint32(bits)) * T.uint32(0x10001)
 
 
 def _integers(dtype: str, words) -> list:
