@@ -36,7 +36,7 @@ SHAPES = [
     (HIDDEN, INNER),
     (INNER, HIDDEN),
 ]
-ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1", "OMP_WAIT_POLICY": "passive"}
+ENVIRONMENT = {"GLIBC_TUNABLES": "glibc.malloc.hugetlb=1"}
 PARAMS, HEAD = {"group": 64}, "w8a16"
 
 
@@ -242,7 +242,7 @@ def measured(processes: Sequence[Process], say: Callable[[str], None]) -> None:
             for process in processes[turn % len(processes) :] + processes[: turn % len(processes)]:
                 for _ in range(1 if step[0] == "tokens" else 5):
                     times.setdefault((process.name, *step), []).extend(process.ask(*step)["us"])
-                    time.sleep(0.002)  # for its threads to sleep
+                    time.sleep(0.02)  # for its threads to sleep
     columns = "".join(f"{f'M = {m}':>9}" for m in TOKENS)
     say(f"  {'':16} {'tokens/s':>9}{f'{LONG} at once':>12}   linear layers, µs:{columns}")
     for process in processes:

@@ -41,16 +41,17 @@ def main() -> int:
         bound = [str(qdsl.load(name).bound) for name in names]
     except Error as e:
         parser.error(str(e))
+    width = max(map(len, bound)) + 1
     lines = [
         f"qdsl verify on {device_name(torch.device('cpu'))}, torch {torch.__version__}: worst error over its bound",
-        f"{'scheme':50}{'cases':>7}" + "".join(f"{level:>16}" for level in LEVELS),
+        f"{'scheme':{width}}{'cases':>7}" + "".join(f"{level:>16}" for level in LEVELS),
     ]
     print("\n".join(lines), flush=True)
     with multiprocessing.get_context("spawn").Pool(args.jobs) as pool:
         for scheme, found in zip(bound, pool.imap(reports, names), strict=True):
             failed += [str(report) for report in found if not report.passed]
             shown = "".join(f"{f'{r.worst:.3f}' if r.passed else 'WRONG':>16}" for r in found)
-            lines.append(f"{scheme:50}{sum(r.cases for r in found):7}{shown}")
+            lines.append(f"{scheme:{width}}{sum(r.cases for r in found):7}{shown}")
             print(lines[-1], flush=True)
     print("\n".join(failed or ["all ok"]))
     if args.out:

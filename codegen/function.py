@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from tvm import tirx
 from tvm.script.ir_builder import IRBuilder
@@ -22,14 +22,20 @@ ENOUGH = 1 << 16  # operations of a thread of a CPU: some µs, as long as it tak
 
 @dataclass
 class Parameters:
-    """The buffers of one function, and how an element of a declared tensor is read from them."""
+    """The buffers of one function, and how an element of a declared tensor is read from them.
+
+    inlined   tensors without a buffer, by name: an element is computed where it is read
+    """
 
     plan: Plan
     sizes: dict[str, tirx.Expr]
     buffers: dict[str, tirx.Buffer]
+    inlined: dict[str, Callable[[Mapping[str, tirx.Expr]], tirx.Expr]] = field(default_factory=dict)
 
     def element(self, name: str, at: Mapping[str, tirx.Expr]) -> tirx.Expr:
         """The tensor's element for the point `at` (axis name -> position); absent optional tensors read as 0."""
+        if name in self.inlined:
+            return self.inlined[name](at)
         tensor = self.plan.scheme.tensor(name)
         return self.element_at(tensor, [self.position(i, at) for i in tensor.held])
 
@@ -158,6 +164,11 @@ def limit_threads(count: tirx.Expr) -> None:
     T.evaluate(T.call_extern("void", "qdsl_limit_threads", count))
 
 
+def in_order(pieces: tirx.Expr) -> None:
+    """On a CPU: the next parallel loop has so many turns, which threads take in order, each when it is free."""
+    T.evaluate(T.call_extern("void", "qdsl_in_order", pieces))
+
+
 @contextmanager
 def each(plan: Plan, count: tirx.Expr, operations: tirx.Expr) -> Iterator[tirx.Expr]:
     """`count` independent pieces of work: a parallel loop, or one CUDA thread each.
@@ -187,9 +198,9 @@ def for_tokens(rows: tirx.Expr, elements: tirx.Expr, body: Callable[[tirx.Expr],
         body(row)
 
 
-def in_lanes(body: Callable[[tirx.Expr], None]) -> None:
-    """A vector."""
-    with T.vectorized(i64(0), i64(VECTOR)) as v:
+def in_lanes(body: Callable[[tirx.Expr], None], lanes: int = VECTOR) -> None:
+    """A vector, or some."""
+    with T.vectorized(i64(0), i64(lanes)) as v:
         body(v)
 
 

@@ -4,6 +4,7 @@
 // register.  This file is linked into every CPU artifact and registers them when the library is loaded.
 // GOMP_parallel and omp_* stay undefined here: they resolve to the libgomp that torch has loaded, so there is one
 // thread pool, and torch.set_num_threads holds for both.  A loop that one thread does is no parallel region at all.
+#include <sched.h>
 #include <tvm/ffi/c_api.h>
 #include <tvm/ffi/extra/c_env_api.h>
 
@@ -29,23 +30,33 @@ struct Launch {
   ParallelLambda lambda;
   void* closure;
   int tasks;
-  std::atomic<int> status;
+  bool in_order;
+  std::atomic<int> next, status;
 };
 
 void body(void* data) {
   auto* launch = static_cast<Launch*>(data);
   TVMParallelGroupEnv env{nullptr, launch->tasks};
-  for (int task = omp_get_thread_num(); task < launch->tasks; task += omp_get_num_threads())
+  int task = launch->in_order ? launch->next++ : omp_get_thread_num();
+  while (task < launch->tasks) {
     if (launch->lambda(task, &env, launch->closure) != 0) launch->status = -1;
+    task = launch->in_order ? launch->next++ : task + omp_get_num_threads();
+  }
 }
 
 thread_local int64_t limit = INT32_MAX;  // of threads, for the next launch
+thread_local int pieces = 0;             // of the next launch, if threads take them in order
 
 // tasks = 0 asks for one task a thread, as TVM's own pool does.
 int parallel_launch(ParallelLambda lambda, void* closure, int tasks) {
   int threads = static_cast<int>(std::min<int64_t>(omp_get_max_threads(), limit));
+  const bool in_order = pieces > 0;
+  if (in_order && threads > 1)
+    tasks = pieces;
+  else if (tasks == 0)
+    tasks = threads;
   limit = INT32_MAX;
-  if (tasks == 0) tasks = threads;
+  pieces = 0;
   threads = std::min(threads, tasks);
   if (threads == 1) {
     TVMParallelGroupEnv env{nullptr, tasks};
@@ -53,7 +64,7 @@ int parallel_launch(ParallelLambda lambda, void* closure, int tasks) {
       if (lambda(task, &env, closure) != 0) return -1;
     return 0;
   }
-  Launch launch{lambda, closure, tasks, {0}};
+  Launch launch{lambda, closure, tasks, in_order, {0}, {0}};
   GOMP_parallel(body, &launch, threads, 0);
   return launch.status;
 }
@@ -105,9 +116,23 @@ int free_workspace(int, int, void* pointer) {
 
 }  // namespace
 
-// For the kernels beside which this is linked: the next parallel loop of this thread has work for so many.
-extern "C" __attribute__((visibility("hidden"))) void qdsl_limit_threads(int64_t threads) {
-  limit = std::max<int64_t>(threads, 1);
+// For the kernels beside which this is linked.
+extern "C" {
+#define HIDDEN __attribute__((visibility("hidden")))
+
+// The next parallel loop of this thread has work for so many.
+HIDDEN void qdsl_limit_threads(int64_t threads) { limit = std::max<int64_t>(threads, 1); }
+
+// It has so many turns, each for the next thread that is free.
+HIDDEN void qdsl_in_order(int64_t turns) { pieces = turns <= INT32_MAX ? static_cast<int>(turns) : 0; }
+
+// Turns that come first count themselves, those after them wait until there are so many.
+HIDDEN void qdsl_one_more(std::atomic<int64_t>* done) { done->fetch_add(1, std::memory_order_release); }
+
+HIDDEN void qdsl_wait_for(std::atomic<int64_t>* done, int64_t count) {
+  for (int turn = 1; done->load(std::memory_order_acquire) < count; ++turn)
+    if (turn % 1024 == 0) sched_yield();  // its processor may be the one that the last of them waits for
+}
 }
 
 namespace {

@@ -172,7 +172,8 @@ def plan(scheme: Scheme, target: Target, held: Mapping[str, Buffer] | None = Non
     if loop is not None:
         variants, table = _main_loop_variants(scheme, target, loop, (*quantize, portable) if activation else ())
     elif simd is not None:
-        variants, table = _simd_variants(simd, quantize, portable)
+        args = tuple(dict.fromkeys((transformed(activation), *loaded, "y")))
+        variants, table = _simd_variants(simd, transform_steps(scheme), args)
     else:
         # One thread sums a number of y by rising k, however many rows there are: the order never depends on m.
         variants, table = (Variant("portable", (*quantize, portable), order="by rising k"),), only("portable")
@@ -337,8 +338,8 @@ def _core(scheme: Scheme, weight: Split) -> tuple[str, np.ndarray] | None:
     return None if values is None else ("", values)
 
 
-def _simd_variants(simd: Blocked, quantize: Sequence[Step], portable: Step) -> tuple[tuple[Variant, ...], Table]:
-    """The SIMD kernels, and up to how many tokens which of them is the fastest."""
+def _simd_variants(simd: Blocked, before: Sequence[Step], args: tuple[str, ...]) -> tuple[tuple[Variant, ...], Table]:
+    """The SIMD kernels, which quantize x themselves, and up to how many tokens which of them is the fastest."""
     few = 8
     names = ["rows", "panel"]
     if simd.tiles:
@@ -353,7 +354,7 @@ def _simd_variants(simd: Blocked, quantize: Sequence[Step], portable: Step) -> t
         free[-1:] = [(2 * LANES, last), (None, "folded")]
         orders["folded"] = f"{simd.unit} in finished tiles"
     variants = tuple(
-        Variant(name, (*quantize, Step(f"linear_{name}", portable.args)), order=order) for name, order in orders.items()
+        Variant(name, (*before, Step(f"linear_{name}", args)), order=order) for name, order in orders.items()
     )
     return variants, Table("few and many", Row(1, 1, tuple(free), ((None, last),)))
 

@@ -12,15 +12,27 @@ import numpy as np
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from qdsl.codegen.function import Parameters, each, for_tokens, in_lanes, in_vectors, local, open_function, store
+from qdsl.codegen.function import (
+    Parameters,
+    decoded,
+    each,
+    for_tokens,
+    in_lanes,
+    in_vectors,
+    local,
+    open_function,
+    store,
+)
 from qdsl.codegen.plan import VECTOR, Plan, quantize_args
 from qdsl.codegen.tir import as_float, choose, encode, f32, i64, is_nan, translate
 from qdsl.expr import REDUCTIONS, Call, Expr, Ref, walk
 from qdsl.scheme import Group, Index, Tensor, Var
 
+WIDE = 2 * VECTOR  # lanes of a reduction: two chains
+
 
 def lower(plan: Plan, steps: Mapping[str, tuple[str, ...]]) -> dict[str, tirx.PrimFunc]:
-    """`quantize_NAME` for every computed tensor, in declared order; or `quantize` for all, where the plan has that step.
+    """`quantize_NAME` for every computed tensor, in declared order, or `quantize` for all, where the plan has these steps.
 
     steps  the arguments of the plan's functions
     """
@@ -30,7 +42,7 @@ def lower(plan: Plan, steps: Mapping[str, tuple[str, ...]]) -> dict[str, tirx.Pr
         return {"quantize": quantize.lower(plan, steps["quantize"])}
     activation = plan.scheme.activation()
     computed = [t for t in activation.operand.tensors if not t.loaded] if activation else []
-    return {f"quantize_{t.name}": _quantize(plan, t) for t in computed}
+    return {name: _quantize(plan, t) for t in computed if (name := f"quantize_{t.name}") in steps}
 
 
 def _quantize(plan: Plan, tensor: Tensor) -> tirx.PrimFunc:
@@ -57,26 +69,52 @@ def _by_element(plan: Plan, own: Parameters, tensor: Tensor) -> None:
 
 
 def _by_token(plan: Plan, own: Parameters, tensor: Tensor) -> None:
-    """All elements of a token, if there is one for each; those along k in vectors, if nothing is reduced for each."""
-    reduces = any(isinstance(e, Call) and e.name in REDUCTIONS for e in walk(tensor.value))
+    if of_tokens(tensor):
+        m, k = own.sizes["m"], own.sizes["k"]
+        for_tokens(m, m * k, lambda m: compute(own, tensor, m))
+    else:
+        compute(own, tensor)
+
+
+def of_tokens(tensor: Tensor) -> bool:
+    """Whether every token has elements of its own, which need no other token's x."""
+    return tensor.index[:1] == (Var("m"),)
+
+
+def _reduces(tensor: Tensor) -> bool:
+    return any(isinstance(e, Call) and e.name in REDUCTIONS for e in walk(tensor.value))
+
+
+def compute(own: Parameters, tensor: Tensor, *token: tirx.Expr) -> None:
+    """On a CPU, all elements of a token, or all; those along k in vectors, if nothing is reduced for each."""
 
     def nest(rest: list[Index], index: list[tirx.Expr]) -> None:
         if not rest:
             _element(own, tensor, index)
-        elif rest == [Var("k")] and not reduces:
+        elif rest == [Var("k")] and not _reduces(tensor):
             in_vectors(i64(0), own.sizes["k"], lambda k: _element(own, tensor, [*index, k]))
         else:
             with T.serial(i64(0), own.extent(rest[0])) as i:
                 nest(rest[1:], [*index, i])
 
-    if tensor.index[:1] == (Var("m"),):
-        m, k = own.sizes["m"], own.sizes["k"]
-        for_tokens(m, m * k, lambda m: nest(list(tensor.index[1:]), [m]))
-    else:
-        nest(list(tensor.index), [])
+    nest(list(tensor.index[len(token) :]), [*token])
+
+
+def inline(own: Parameters, tensor: Tensor) -> bool:
+    """Let a tensor with an element for every x be computed where it is read; False for any other."""
+    if set(tensor.index) != {Var("m"), Var("k")} or _reduces(tensor):
+        return False
+    own.inlined[tensor.name] = lambda at: decoded(tensor, _value(own, tensor, [at[i.axis] for i in tensor.index]))
+    return True
 
 
 def _element(own: Parameters, tensor: Tensor, index: list[tirx.Expr]) -> None:
+    places = dict(zip(tensor.index, index, strict=True))
+    store(own.buffers[tensor.name], _value(own, tensor, index), *([places[i] for i in tensor.held] or [i64(0)]))
+
+
+def _value(own: Parameters, tensor: Tensor, index: list[tirx.Expr]) -> tirx.Expr:
+    """An element, as its buffer holds it."""
     starts = {  # the first position of the element's group on each axis
         _axis(i): position if isinstance(i, Var) else position * i64(i.size or 1)
         for i, position in zip(tensor.index, index, strict=True)
@@ -91,25 +129,27 @@ def _element(own: Parameters, tensor: Tensor, index: list[tirx.Expr]) -> None:
             return found[e][0]
         return _activation_value(own, e, starts)
 
-    value = as_float(translate(tensor.value, look))
-    places = dict(zip(tensor.index, index, strict=True))
-    store(own.buffers[tensor.name], encode(tensor.dtype, value), *([places[i] for i in tensor.held] or [i64(0)]))
+    return encode(tensor.dtype, as_float(translate(tensor.value, look)))
 
 
 def _reduction(own: Parameters, call: Call, starts: dict, grouped: dict) -> tirx.Buffer:
-    """A reduction over what the element's group has; on a CPU of every 16th input in each lane first."""
+    """A reduction over what the element's group has; on a CPU of every 32nd input in each lane first.
+
+    NaN must survive: max(NaN, x) is x on some targets.  In lanes it is kept aside, where it is no part of a chain.
+    """
     start = {"amax": -np.inf, "amin": np.inf, "sum": 0.0}[call.name]
     combine = {"amax": T.max, "amin": T.min, "sum": lambda a, b: a + b}[call.name]
     on_cpu = own.plan.target.kind == "cpu"
     result = local((1,), "float32") if not on_cpu else T.alloc_buffer((1,), "float32", scope="global")
     store(result, f32(start), 0)
     axes = [a for a in ("m", "k") if a not in starts or a in grouped]
-    lanes = T.alloc_buffer((VECTOR,), "float32", scope="global") if on_cpu and "k" in axes else None
-    if lanes is not None:
-        in_lanes(lambda v: store(lanes, f32(start), v))
+    lanes = nans = None
+    if on_cpu and "k" in axes:
+        lanes, nans = (T.alloc_buffer((WIDE,), "float32", scope="global") for _ in range(2))
+        in_lanes(lambda v: store(lanes, f32(start), v), WIDE)
+        in_lanes(lambda v: store(nans, f32(0), v), WIDE)
 
     def kept(old: tirx.Expr, value: tirx.Expr) -> tirx.Expr:
-        # NaN must survive: max(NaN, x) is x on some targets
         return choose(is_nan(old), old, choose(is_nan(value), value, combine(old, value)))
 
     def nest(axes: list[str], at: dict[str, tirx.Expr]) -> None:
@@ -121,21 +161,25 @@ def _reduction(own: Parameters, call: Call, starts: dict, grouped: dict) -> tirx
         first = starts.get(axis, i64(0))
         last = own.sizes[axis] if size is None else T.min(first + i64(size), own.sizes[axis])
         if axis == "k" and lanes is not None:
-            whole = T.floordiv(last - first, i64(VECTOR))
+            whole = T.floordiv(last - first, i64(WIDE))
 
             def lane(i: tirx.Expr, v: tirx.Expr) -> None:
-                here = {**at, "k": first + i * i64(VECTOR) + v}
+                here = {**at, "k": first + i * i64(WIDE) + v}
                 value = as_float(translate(call.args[0], lambda e: _activation_value(own, e, here)))
-                store(lanes, kept(lanes[v], value), v)
+                store(lanes, combine(lanes[v], value), v)
+                store(nans, choose(is_nan(value), value, nans[v]), v)
 
             with T.serial(i64(0), whole) as i:
-                in_lanes(lambda v: lane(i, v))
-            first = first + whole * i64(VECTOR)
+                in_lanes(lambda v: lane(i, v), WIDE)
+            first = first + whole * i64(WIDE)
         with T.serial(i64(0), last - first) as i:
             nest(axes[1:], {**at, axis: first + i})
 
     nest(axes, dict(starts))
     if lanes is not None:
+        in_lanes(lambda v: store(nans, choose(is_nan(nans[v]), nans[v], nans[v + i64(VECTOR)]), v))
+        in_lanes(lambda v: store(lanes, combine(lanes[v], lanes[v + i64(VECTOR)]), v))
+        in_lanes(lambda v: store(lanes, choose(is_nan(nans[v]), nans[v], lanes[v]), v))
         with T.serial(i64(0), i64(VECTOR)) as v:
             store(result, kept(result[0], lanes[v]), 0)
     return result

@@ -317,15 +317,16 @@ class QuantLinear(nn.Module):
 
         residual   [..., N], for a scheme whose output block declares one: added where that block says
         """
-        buffers, device = self._buffers, x.device
-        if device.type != "meta" and torch.is_autocast_enabled(device.type) and x.dtype != torch.float64:
-            x = x.to(torch.get_autocast_dtype(device.type))
+        # What few calls need comes after a cheap question: one token's product takes as long as some tens of these lines.
+        buffers = self._buffers
+        if torch._C._is_any_autocast_enabled():
+            x = _autocast(x)
         key = self._keys.get(x.dtype)
         if key is None or not self._loaded or x.dim() == 0 or x.shape[-1] != self.in_features:
             key = self._explain(x)
         operands = [buffers[name] for name in self._operands[x.dtype]]
-        if operands[0].device != device:
-            raise ValueError(f"x is on {device}, the layer on {self.device}; move one of them with .to()")
+        if not (x.is_cpu and operands[0].is_cpu) and operands[0].device != x.device:
+            raise ValueError(f"x is on {x.device}, the layer on {self.device}; move one of them with .to()")
         if residual is not None or self._needs_residual:
             self._add_residual(x, operands, residual)
         return linear(x, operands, self.width, key)
@@ -671,3 +672,11 @@ class QuantLinear(nn.Module):
             if loaded and self._wanted[name].role == "index":
                 inputs = inputs_of(self.scheme, given, self.in_features)
         return ""
+
+
+def _autocast(x: torch.Tensor) -> torch.Tensor:
+    """x in the type that autocast wants of its device, where that is on."""
+    kind = x.device.type
+    if kind == "meta" or x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return x
+    return x.to(torch.get_autocast_dtype(kind))

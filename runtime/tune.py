@@ -155,9 +155,12 @@ def explore(
         for name in sorted(
             left, key=lambda name: behind.get(name, 0.0)
         ):  # the best come first: others are told by them
-            once = once_us(m, name)
             best = min(times.values(), default=math.inf)
-            times[name] = once if once > HOPELESS * best + LAUNCH_US else median_us(m, name, SLOW * best)
+            hopeless = HOPELESS * best + LAUNCH_US
+            once = once_us(m, name)
+            if once > hopeless:  # or something held it up
+                once = min(once, once_us(m, name))
+            times[name] = once if once > hopeless else median_us(m, name, SLOW * best)
         now = {name: us / min(times.values()) for name, us in times.items()}
         left = [name for name in left if now[name] <= max(FALLEN, GROWN * behind.get(name, math.inf))]
         found[m], behind = times, now

@@ -74,6 +74,12 @@ def test_tiles_hold_bytes_as_they_lie_and_finished_weights():
     assert variants("w8a8_dynamic", "cascadelake") == ["rows", "panel"]
 
 
+def test_x_is_quantized_in_the_loop_that_multiplies_it():
+    for variant in plan(qdsl.load("w8a8_dynamic"), target("cpu", "sapphirerapids")).variants:
+        (step,) = variant.steps
+        assert step.args == ("x", "q", "s", "b", "y")
+
+
 @pytest.mark.parametrize(
     ("name", "level", "instructions"),
     [

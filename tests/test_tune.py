@@ -69,6 +69,18 @@ def test_a_variant_that_falls_behind_is_not_called_again():
     assert (1024, "bad") in called, "it is far behind, but it comes nearer"
 
 
+def test_a_call_that_something_held_up_is_repeated():
+    held = {(1, "best")}
+
+    def once(m, name):
+        late = (m, name) in held
+        held.discard((m, name))
+        return 1000.0 if late else 10.0
+
+    found = tune.explore(["good", "best"], [1, 16], once, lambda m, name, enough: {"good": 6.0, "best": 5.0}[name])
+    assert fastest(found) == ((None, "best"),)
+
+
 # ---- the whole, on the CPU ---------------------------------------------------------------------------------------
 @pytest.fixture
 def several(tmp_path, monkeypatch):

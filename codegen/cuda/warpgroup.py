@@ -50,9 +50,6 @@ class Warpgroup:
                 steps = range(b * tile.batch, (b + 1) * tile.batch)
                 self.fill(steps)
                 self.products(steps, i)
-                if b == 0:
-                    with when(i > 0):
-                        self.ring.release(self.previous[0])
             assign(self.previous, 0, cursor.slot)
             cursor.advance(tile.teams)
         ptx("wgmma.wait_group.sync.aligned", 0)
@@ -65,6 +62,12 @@ class Warpgroup:
         """The A fragments for some times of the stage, of every block."""
         raise NotImplementedError
 
+    def release(self, i) -> None:
+        """The stage before the team's stage i has been read. Said once the first products of this one are on their way, for it
+        takes a while."""
+        with when(i > 0):
+            self.ring.release(self.previous[0])
+
     def products(self, steps: Sequence[int], i) -> None:
         """Fragments by tokens, of those times of the team's stage i; when it ends, the batch before is done."""
         ptx("wgmma.fence.sync.aligned")
@@ -73,6 +76,8 @@ class Warpgroup:
                 self.issue(j, f, j > 0 or i > 0)  # the first overwrites acc
         ptx("wgmma.commit_group.sync.aligned")
         ptx("wgmma.wait_group.sync.aligned", 1)
+        if steps[0] == 0:
+            self.release(i)
 
     def issue(self, j: int, f: int, add) -> None:
         """acc of block f = its fragment of time j, times the tokens, added to acc if `add`."""

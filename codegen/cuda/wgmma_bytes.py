@@ -32,6 +32,7 @@ from qdsl.dtype import DType
 
 ROOM = 224  # registers of a thread for sums, products, their factors and fragments
 WIDEST = 128  # tokens of an instruction: TVM knows none of 256 for integers
+SHORT = 64  # of an instruction whose products are integers that become float32 every 128 inputs
 OPERANDS = {"i8": "s8", "e4m3": "e4m3", "e5m2": "e5m2"}  # in PTX
 # Codes in shared memory, as the descriptor of a matrix without swizzle has them: bytes of 8 features by 16 of k, and of 16
 # features by a k tile; from one such matrix to the next along k and along features, in units of 16 bytes.
@@ -160,9 +161,10 @@ def store_ones(k: Kernel) -> None:
 class Consumer(Warpgroup):
     """Weights that are read from the stage, or made out of nibbles.
 
-    Promoted products have registers of their own, for a block of features and up to 128 tokens: a pass. Where there is room
-    for those of two, the multiplier has the next pass of a stage before the last one's products are added; not the next
-    stage's: ptxas lets no products be in the making around a loop while others are read.
+    Promoted products have registers of their own, for a block of features and up to 128 tokens, or 64 where they are
+    integers of groups: a pass. Where there is room for those of two, the multiplier has the next pass of a stage before the
+    last one's products are added; not the next stage's: ptxas lets no products be in the making around a loop while others
+    are read.
     """
 
     weight: ByteWeight
@@ -180,8 +182,9 @@ class Consumer(Warpgroup):
         weight, tile = k.weight, k.tile
         assert isinstance(weight, ByteWeight)
         self.weight = weight
-        self.tokens = min(tile.tokens, WIDEST)
         self.from_registers = not weight.from_shared
+        # Where products become float32 before they are added, short passes are faster: there is room for those of two.
+        self.tokens = min(tile.tokens, SHORT if weight.group and not weight.operand.is_float else WIDEST)
         # The sums of 256 tokens leave registers for the fragments of one batch only.
         self.sets = 1 if weight.promoted and tile.blocks * tile.tokens > WIDEST else 2
         super().__init__(k, stages)
@@ -200,6 +203,12 @@ class Consumer(Warpgroup):
             # From x's descriptor, from whose address and leading offset of 1 this one differs by the same in every stage.
             away = T.uint32((LEADING - 1 << 16) + self.stage.offset("q") // 16)
             self.codes = away if tile.turned else self._own(4 * tile.blocks * BLOCK) + away
+
+    @property
+    def early_release(self) -> bool:
+        """Whether the last stage, whose products have ended with it, is handed back before the first pass of this one has
+        ended: where others follow it."""
+        return len(self.passes) > 1
 
     def _own(self, size: int):
         """How far the warpgroup's share of an operand is from the first one's, in a descriptor: `size` bytes each. As all lanes
@@ -243,6 +252,8 @@ class Consumer(Warpgroup):
             ptx("wgmma.commit_group.sync.aligned")
             # What is loaded meanwhile stays behind the instructions, between which it would keep the next ones waiting.
             T.evaluate(T.cuda.warp_sync())
+            if number == 0 and self.early_release:
+                self.release(i)
             if self.from_registers and p == 0 and self.sets == 2:
                 self._unpack(ahead)
             if self.deep == 2 and number > 0:
@@ -252,6 +263,8 @@ class Consumer(Warpgroup):
             if last:
                 ptx("wgmma.wait_group.sync.aligned", 0)
                 self._promote(f, first, own)
+        if steps[0] == 0 and not self.early_release:
+            self.release(i)
 
     def issue(self, j: int, f: int, add) -> None:
         for first in range(0, self.tile.tokens, self.tokens):
@@ -372,6 +385,8 @@ class Turned(Consumer):
         super().__init__(k, stages)
         assert self.tile.features == self.tokens == 64 * self.tile.warpgroups, self.tile
         self.rows_of_tokens = self._own(64 * ROW)
+
+    early_release = True
 
     def _factors(self) -> tuple[int, int]:
         return 2, 1

@@ -9,17 +9,19 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from qdsl.codegen.function import for_tokens, store
+from qdsl.codegen import quantize
+from qdsl.codegen.function import buffer_shape, store
 from qdsl.codegen.portable import activation_core
 from qdsl.codegen.simd.blocked import LANES
-from qdsl.codegen.simd.state import State, div, for_lanes, local
+from qdsl.codegen.simd.state import State, div, for_lanes, local, mod
 from qdsl.codegen.tir import as_float, bits_of, choose, f32, float_of, i64, u32
+from qdsl.scheme import Tensor
 
 ELEMENT = {"f32": "float32", "bf16": "uint16", "i16": "int16", "u8": "int8"}
 
 
 def allocate(s: State) -> None:
-    """Room for the operands and the sums of x: local to a call."""
+    """Room for the operands and the sums of x, and for what is computed of each token to quantize it: local to a call."""
     kind, planes = ELEMENT[s.unit], i64(s.planes)
     shape: tuple = (s.tokens, planes, s.padded)
     if s.by_tiles:
@@ -30,65 +32,90 @@ def allocate(s: State) -> None:
         s.sums = T.alloc_buffer((s.tokens, s.groups), s.kind, scope="global")
     if s.weighed:
         s.ones = T.alloc_buffer((s.padded,), kind, scope="global")
-
-
-def fill(s: State) -> None:
-    """All rows of x."""
-    k = s.own.sizes["k"]
-    for_tokens(s.tokens, s.own.sizes["m"] * k, lambda row: _row(s, row))
-    if s.ones is not None:
         with T.serial(i64(0), s.padded) as i:
-            one = T.if_then_else(i < k, tirx.const(1, s.kind), tirx.const(0, s.kind))
+            one = T.if_then_else(i < s.own.sizes["k"], tirx.const(1, s.kind), tirx.const(0, s.kind))
             store(s.ones, _planes(s, one)[0], i)
+    for tensor in _computed(s):
+        if not quantize.inline(s.own, tensor):
+            s.own.buffers[tensor.name] = T.alloc_buffer(*buffer_shape(s.own, tensor), scope="global")
+            if not quantize.of_tokens(tensor):
+                quantize.compute(s.own, tensor)
 
 
-def _row(s: State, row: tirx.Expr) -> None:
+def _computed(s: State) -> list[Tensor]:
+    """What is computed of x, in order."""
+    activation = s.plan.scheme.activation()
+    return [t for t in activation.operand.tensors if not t.loaded] if activation else []
+
+
+def fill(s: State, row: tirx.Expr) -> None:
     """A token's inputs; beyond the last token they are zeros."""
-    k = s.own.sizes["k"]
-    lanes, zero = i64(LANES), tirx.const(0, s.kind)
-    whole, all_ = div(k, LANES), div(s.padded, LANES)
+    k, lanes, zero = s.own.sizes["k"], i64(LANES), tirx.const(0, s.kind)
+    beside = s.sums is not None and (s.blocked.step or LANES) % LANES == 0  # sums are made where x is written
+    total = local((LANES,), s.kind) if beside else None
 
     def put(at: tirx.Expr, v: tirx.Expr, value: tirx.Expr) -> None:
         for plane, part in enumerate(_planes(s, value)):
             store(s.x, part, *s.place(row, plane, at, v))
 
+    def vector(at: tirx.Expr, v: tirx.Expr) -> None:
+        value = activation_core(s, row, at + v)
+        put(at, v, value)
+        if total is not None:  # of what has been written: LLVM would compute it again, for that might have changed x
+            added = T.cast(s.x[s.place(row, 0, at, v)], s.kind) if s.blocked.whole else value
+            store(total, total[v] + added, v)
+
     with T.If(row < s.own.sizes["m"]):
         with T.Then():
-            with T.serial(i64(0), whole) as i:
-                for_lanes(lambda v: put(i * lanes, v, activation_core(s, row, i * lanes + v)))
-            with T.serial(whole, all_) as i, T.serial(i64(0), lanes) as v:
-                at = i * lanes
-                with T.If(at + v < k):
-                    with T.Then():
-                        put(at, v, activation_core(s, row, at + v))
-                    with T.Else():
-                        put(at, v, zero)
-        with T.Else(), T.serial(i64(0), all_) as i:
-            for_lanes(lambda v: put(i * lanes, v, zero))
-    if s.sums is not None:
-        _sum(s, row)
+            for tensor in _computed(s):
+                if tensor.name not in s.own.inlined and quantize.of_tokens(tensor):
+                    quantize.compute(s.own, tensor, row)
+            with T.serial(i64(0), s.groups if beside else i64(1)) as g:
+                start = g * s.step
+                end = T.bind(T.min(start + s.step, k)) if beside else k
+                if total is not None:
+                    for_lanes(lambda v: store(total, zero, v))
+                whole = T.bind(div(end - start, LANES))
+                with T.serial(i64(0), whole) as i:
+                    for_lanes(lambda v: vector(start + i * lanes, v))
+                last = start + whole * lanes
+                with T.serial(i64(0), end - last) as v:
+                    vector(last, v)
+                if total is not None:
+                    _add(s, total, row, g)
+            with T.serial(k, s.padded) as i:
+                at = div(i, LANES) * lanes
+                put(at, i - at, zero)
+            if s.sums is not None and not beside:
+                _sum(s, row)
+        with T.Else():
+            with T.serial(i64(0), div(s.padded, LANES)) as i:
+                for_lanes(lambda v: put(i * lanes, v, zero))
+            if s.sums is not None:
+                with T.serial(i64(0), s.groups) as g:
+                    store(s.sums, zero, row, g)
 
 
 def _sum(s: State, row: tirx.Expr) -> None:
-    """Sums over each group, of 16 lanes first."""
-    k, m = s.own.sizes["k"], s.own.sizes["m"]
+    """Sums over each group of a token, of 16 lanes first."""
+    k, zero = s.own.sizes["k"], tirx.const(0, s.kind)
     lanes = local((LANES,), s.kind)
-    total = local((1,), s.kind)
-    zero = tirx.const(0, s.kind)
     with T.serial(i64(0), s.groups) as g:
         start = g * s.step
-        count = T.if_then_else(row < m, T.min(s.step, k - start), i64(0))
-        whole = div(count, i64(LANES))
         for_lanes(lambda v: store(lanes, zero, v))
-        with T.serial(i64(0), whole) as i:
-            at = start + i * i64(LANES)
-            for_lanes(lambda v, at=at: store(lanes, lanes[v] + activation_core(s, row, at + v), v))
-        store(total, zero, 0)
-        with T.serial(i64(0), i64(LANES)) as v:
-            store(total, total[0] + lanes[v], 0)
-        with T.serial(i64(0), count - whole * i64(LANES)) as i:
-            store(total, total[0] + activation_core(s, row, start + whole * i64(LANES) + i), 0)
-        store(s.sums, total[0], row, g)
+        with T.serial(i64(0), T.min(s.step, k - start)) as i:
+            at = mod(i, LANES)
+            store(lanes, lanes[at] + activation_core(s, row, start + i), at)
+        _add(s, lanes, row, g)
+
+
+def _add(s: State, lanes: tirx.Buffer, row: tirx.Expr, group: tirx.Expr) -> None:
+    """The sum of a group is that of its lanes."""
+    total = local((1,), s.kind)
+    store(total, tirx.const(0, s.kind), 0)
+    with T.serial(i64(0), i64(LANES)) as v:
+        store(total, total[0] + lanes[v], 0)
+    store(s.sums, total[0], row, group)
 
 
 def _planes(s: State, value: tirx.Expr) -> list[tirx.Expr]:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from qdsl.codegen.function import ENOUGH, limit_threads, open_function
+from qdsl.codegen.function import ENOUGH, in_order, limit_threads, open_function, store
 from qdsl.codegen.plan import Plan
 from qdsl.codegen.simd import decode, inputs, panel, primitives, rows, tiles
 from qdsl.codegen.simd.blocked import FEATURES, LANES
 from qdsl.codegen.simd.state import State, ceil_div, div, mod
 from qdsl.codegen.tir import i64
+
+PIECES = 16  # of a thread, where blocks allow
 
 
 def lower(plan: Plan) -> dict[str, tirx.PrimFunc]:
@@ -34,39 +39,68 @@ def _linear(plan: Plan, name: str, args: tuple[str, ...]) -> tirx.PrimFunc:
             s.tokens = T.bind(ceil_div(m, together) * i64(together))
             s.padded = T.bind(ceil_div(k, s.multiple) * i64(s.multiple))
             inputs.allocate(s)
-            inputs.fill(s)
             blocks = T.bind(ceil_div(own.buffers["y"].shape[1], FEATURES))
             if by_tiles:
                 _by_tiles(s, blocks)
             else:
-                with _parallel(s, blocks) as block:
-                    (panel if name == "linear_panel" else rows).block_of(s, block)
+                _of_blocks(s, blocks, (panel if name == "linear_panel" else rows).block_of)
     return builder.get()
 
 
-def _parallel(s: State, count: tirx.Expr):
-    """A loop over pieces of all products, which are enough for so many threads."""
+@contextmanager
+def _pieces(s: State, tokens: tirx.Expr, count: tirx.Expr) -> Iterator[tirx.Expr]:
+    """Pieces of all products, after all of x: a loop for as many threads as have enough to do.  They take its turns in order,
+    so that one that comes late holds up no other, and whoever waits for x waits for a thread that is at it."""
     products = s.own.sizes["m"] * s.own.sizes["k"] * s.own.buffers["y"].shape[1]
+    ready = T.alloc_buffer((1,), "int64", scope="global")
+    store(ready, i64(0), 0)
     limit_threads(div(products, i64(ENOUGH)))
-    return T.parallel(i64(0), count)
+    in_order(tokens + count)
+    with T.parallel(i64(0), tokens + count) as i, T.If(i < tokens):
+        with T.Then():
+            inputs.fill(s, i)
+            T.evaluate(T.call_extern("void", "qdsl_one_more", T.address_of(ready[0])))
+        with T.Else():
+            T.evaluate(T.call_extern("void", "qdsl_wait_for", T.address_of(ready[0]), tokens))
+            yield T.bind(i - tokens)
+
+
+def _of_blocks(s: State, blocks: tirx.Expr, work: Callable[[State, tirx.Expr], None]) -> None:
+    """Pieces of some blocks beside each other, whose codes are one stream."""
+    each = _each(blocks)
+    with _pieces(s, s.tokens, ceil_div(blocks, each)) as i:
+        _some(s, blocks, i * each, each, work)
+
+
+def _each(blocks: tirx.Expr) -> tirx.Expr:
+    threads = T.cast(T.call_extern("int32", "omp_get_max_threads"), "int64")
+    return T.bind(ceil_div(blocks, threads * i64(PIECES)))
+
+
+def _some(s: State, blocks: tirx.Expr, first: tirx.Expr, count: tirx.Expr, work: Callable) -> None:
+    with T.serial(first, T.min(blocks, first + count)) as block:
+        work(s, block)
 
 
 def _by_tiles(s: State, blocks: tirx.Expr) -> None:
-    if s.folds:
-        _many(s, blocks)
-        return
-    with T.If(s.own.sizes["m"] <= i64(LANES)):
-        with T.Then(), _parallel(s, blocks) as block:
-            tiles.few(s, block)
-        with T.Else():
-            _many(s, blocks)
+    few, each, w = s.own.sizes["m"] <= i64(LANES), _each(blocks), tiles.work(s, blocks)
+    tokens, pieces = s.tokens, w.pieces
+    if not s.folds:
+        tokens = T.bind(T.if_then_else(few, i64(LANES), tokens))
+        pieces = T.bind(T.if_then_else(few, ceil_div(blocks, each), pieces))
+    with _pieces(s, tokens, pieces) as i:
+        if s.folds:
+            _many(s, blocks, w, i)
+            return
+        with T.If(few):
+            with T.Then():
+                _some(s, blocks, i * each, each, tiles.few)
+            with T.Else():
+                _many(s, blocks, w, i)
 
 
-def _many(s: State, blocks: tirx.Expr) -> None:
-    w = tiles.work(s, blocks)
-    pairs = div(s.tokens, i64(2 * LANES))
-    with _parallel(s, w.pieces) as i:
-        block = T.bind(mod(i, w.rows) * w.blocks)
-        pair = T.bind(div(i, w.rows) * w.pairs)
-        here = T.bind(T.min(w.blocks, blocks - block)), T.bind(T.min(w.pairs, pairs - pair))
-        tiles.many(s, block, here[0], pair, here[1])
+def _many(s: State, blocks: tirx.Expr, w: tiles.Work, piece: tirx.Expr) -> None:
+    block = T.bind(mod(piece, w.rows) * w.blocks)
+    pair = T.bind(div(piece, w.rows) * w.pairs)
+    pairs = T.bind(T.min(w.pairs, div(s.tokens, i64(2 * LANES)) - pair))
+    tiles.many(s, block, T.bind(T.min(w.blocks, blocks - block)), pair, pairs)

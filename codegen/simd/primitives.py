@@ -28,9 +28,14 @@ define linkonce_odr <16 x i32> @qdsl_spread(ptr %at) alwaysinline {
 }
 """
 
+# From memory into the second cache, which waits for more lines at once than the first; from there into the first.
 _PREFETCH = """
 declare void @llvm.prefetch.p0(ptr, i32, i32, i32)
 define linkonce_odr void @qdsl_prefetch(ptr %at) alwaysinline {
+  call void @llvm.prefetch.p0(ptr %at, i32 0, i32 2, i32 1)
+  ret void
+}
+define linkonce_odr void @qdsl_prefetch_near(ptr %at) alwaysinline {
   call void @llvm.prefetch.p0(ptr %at, i32 0, i32 3, i32 1)
   ret void
 }
@@ -312,7 +317,13 @@ def packed(even: tirx.Expr, odd: tirx.Expr) -> tirx.Expr:
 
 
 def prefetch(at: tirx.Expr) -> None:
+    """Ask memory for a line."""
     T.evaluate(T.call_extern("void", _named("prefetch"), at))
+
+
+def prefetch_near(at: tirx.Expr) -> None:
+    """Ask the second cache for a line."""
+    T.evaluate(T.call_extern("void", _named("prefetch_near"), at))
 
 
 def call(name: str, *args) -> None:

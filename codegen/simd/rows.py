@@ -19,6 +19,9 @@ from qdsl.codegen.simd.state import HALVES, State, ceil_div, div, for_features, 
 from qdsl.codegen.tir import f32, i64
 
 AHEAD = 64  # words of a lane that are asked for before they are needed: 8 KiB
+AHEAD_OF_FLOATS = (
+    24  # where float32 are multiplied, which takes longest: 15 % less time than with 64, the others 2 to 8 % more
+)
 CHAINS = 8  # sums that hide the latency of a product
 
 
@@ -61,8 +64,9 @@ def _few(s: State, block: tirx.Expr, row: tirx.Expr, count: int, entries: tirx.B
     def work(first: tirx.Expr, count_of_words: int) -> None:
         for w in range(count_of_words):
             i = first + i64(w)
+            ahead = i64(AHEAD_OF_FLOATS if s.floats else AHEAD)
             for u in range(HALVES):
-                primitives.prefetch(T.address_of(weights[block, i + i64(AHEAD), i64(u * LANES)]))
+                primitives.prefetch(T.address_of(weights[block, i + ahead, i64(u * LANES)]))
             read = [T.bind(weights[block, i, ramp(u * LANES)]) for u in range(HALVES)]
             operands = decode.floats if s.floats else decode.operands
             vectors = [[T.bind(v) for v in operands(b, code, held, entries)] for held in read]

@@ -23,9 +23,9 @@ from qdsl.codegen.simd.state import HALVES, State, ceil_div, div, for_features, 
 from qdsl.codegen.tir import f32, i64
 
 AHEAD = 64  # words of a lane that are asked for before they are needed: 8 KiB
-SOON = 1  # tiles
 TILES = 8  # of a panel, where groups do not end it
 PAIRS, BLOCKS = 16, 8  # of a piece of work: 512 tokens by 256 features, 512 KiB of sums and as much of x
+TILE, NEAR = 1 << 10, 1 << 20  # bytes of a tile, and those that stay in a core's second cache
 ROW = i64(FEATURES * 4)  # bytes from a token's sums to the next
 
 
@@ -53,8 +53,9 @@ def few(s: State, block: tirx.Expr) -> None:
         with T.serial(i64(0), count + i64(1)) as i:  # one is made while the one before it is multiplied
             with T.If(i < count), T.Then():
                 if b.direct:
-                    _ask(s, block, first + i + i64(AHEAD * b.inputs // at_once), i64(0), i64(1))
-                _make(s, block, first + i, operands, T.bitwise_and(i, i64(1)), entries)
+                    soon = first + i + i64(AHEAD * b.inputs // at_once)
+                    _ask(s, block, soon, i64(0), i64(1), primitives.prefetch_near)
+                _make(s, block, first + i, operands, T.bitwise_and(i, i64(1)), entries, ask=True)
             with T.If(i > i64(0)), T.Then():
                 before = T.bitwise_and(i - i64(1), i64(1))
                 _weigh(s, ones, operands, before, first + i - i64(1))
@@ -99,8 +100,9 @@ def many(s: State, first_block: tirx.Expr, blocks: tirx.Expr, first_pair: tirx.E
     at_once, square = b.tile_inputs, i64(2 * LANES)
     whole = b.step is None or s.folds  # what is summed goes on from panel to panel, its sums are kept between them
     groups = max(1, TILES * at_once // b.step) if b.step and s.folds else 1
-    tiles = groups * b.step // at_once if b.step else TILES
-    operands = T.alloc_buffer((i64(tiles), i64(HALVES), i64(at_once // b.depth), i64(LANES)), "int32", scope="global")
+    made = groups * b.step // at_once if b.step else TILES
+    operands = T.alloc_buffer((i64(made), i64(HALVES), i64(at_once // b.depth), i64(LANES)), "int32", scope="global")
+    tiles = _of_panel(s, pairs) if b.direct and whole else i64(made)
     most = i64(PAIRS // b.planes) * square
     kept = T.alloc_buffer((i64(BLOCKS), most, i64(FEATURES)), s.kind if whole else "float32", scope="global")
     part = None if whole else T.alloc_buffer((i64(1), square, i64(FEATURES)), s.kind, scope="global")
@@ -114,11 +116,11 @@ def many(s: State, first_block: tirx.Expr, blocks: tirx.Expr, first_pair: tirx.E
     if part is not None:
         _claim(s, part)
     primitives.call("tiles_open")
-    with T.serial(i64(0), ceil_div(k, tiles * at_once)) as g, T.serial(i64(0), blocks) as n:
+    with T.serial(i64(0), ceil_div(k, tiles * i64(at_once))) as g, T.serial(i64(0), blocks) as n:
         block = first_block + n
-        start = g * i64(tiles * at_once)
-        end = T.bind(T.min(start + i64(tiles * at_once), k))
-        first, count = g * i64(tiles), T.bind(ceil_div(end - start, at_once))
+        start = g * tiles * i64(at_once)
+        end = T.bind(T.min(start + tiles * i64(at_once), k))
+        first, count = g * tiles, T.bind(ceil_div(end - start, at_once))
         if ones is not None and not whole:
             for_features(lambda v: store(ones, tirx.const(0, s.kind), n, v))
         if s.folds:
@@ -141,7 +143,10 @@ def many(s: State, first_block: tirx.Expr, blocks: tirx.Expr, first_pair: tirx.E
             else:
                 _zero(2)
             with T.serial(i64(0), count) as i:
-                _ask(s, block, first + i + i64(tiles), p, pairs)
+                if b.direct and whole:
+                    _ask(s, block + i64(1), first + i, p, pairs)
+                else:
+                    _ask(s, block, first + i + tiles, p, pairs)
                 _multiply(s, block, operands, i, first + i, first_pair + p, 2)
             _move("store", kept if whole else part, 2, n if whole else i64(0), row if whole else i64(0))
             if not whole:
@@ -158,7 +163,16 @@ def many(s: State, first_block: tirx.Expr, blocks: tirx.Expr, first_pair: tirx.E
                 output(s, token + r, first_block + n, lambda v: kept[n, r, v])
 
 
-def _make(s: State, block, tile, operands, to, entries, group: Group | None = None) -> None:
+def _of_panel(s: State, pairs: tirx.Expr) -> tirx.Expr:
+    """Tiles of a panel of weights that need not be made.  For few tokens as many as stay in a core's second cache beside those
+    after them and x, so that sums are kept but a few times; for more, the first cache gives weights faster."""
+    each = (pairs * i64(s.blocked.planes) + i64(HALVES)) * i64(HALVES * TILE)
+    all_ = ceil_div(s.own.sizes["k"], s.blocked.tile_inputs)
+    panels = ceil_div(all_ * each, i64(NEAR))
+    return T.bind(T.if_then_else(pairs <= i64(2), ceil_div(all_, panels), i64(TILES)))
+
+
+def _make(s: State, block, tile, operands, to, entries, group: Group | None = None, *, ask: bool = False) -> None:
     """The two tiles of weights of 64 bytes' inputs, those beyond the last zeros; finished ones of a given group."""
     b = s.blocked
     weights, per_word, code = s.own.buffers[b.code], b.inputs // b.depth, s.plan.scheme.code.dtype
@@ -169,7 +183,8 @@ def _make(s: State, block, tile, operands, to, entries, group: Group | None = No
 
     def word(w: tirx.Expr, row: tirx.Expr) -> None:
         for u in range(HALVES):
-            primitives.prefetch(T.address_of(weights[block, w + i64(AHEAD), i64(u * LANES)]))
+            if ask:
+                primitives.prefetch(T.address_of(weights[block, w + i64(AHEAD), i64(u * LANES)]))
             held = T.bind(weights[block, w, ramp(u * LANES)])
             if group is None:
                 vectors = decode.operands(b, code, held, entries)
@@ -237,13 +252,9 @@ def _multiply(s: State, block, operands, at, tile, pair, halves: int) -> None:
             primitives.call(f"tile_load_{4 + half}", place, i64(b.tile_inputs * 4 // b.depth))
         for t in range(2 * halves):
             primitives.call(f"tile_product_{t}")
-    if halves == 2:  # what tiles load, nothing else asks for
-        for line in range(b.planes * 2 * LANES * b.tile_inputs * 4 // b.depth // 64):
-            place = s.x[pair, tile + i64(SOON), i64(0), i64(0), i64(0), i64(line * 64 * b.depth // 4)]
-            primitives.prefetch(T.address_of(place))
 
 
-def _ask(s: State, block, tile, part: tirx.Expr, parts: tirx.Expr) -> None:
+def _ask(s: State, block, tile, part: tirx.Expr, parts: tirx.Expr, prefetch=primitives.prefetch) -> None:
     """One of so many parts of the words of a tile is asked for: memory works while tiles multiply."""
     b = s.blocked
     words = b.tile_inputs // b.inputs
@@ -251,4 +262,4 @@ def _ask(s: State, block, tile, part: tirx.Expr, parts: tirx.Expr) -> None:
     with T.serial(part * each, T.min(i64(words), part * each + each)) as w:
         for u in range(HALVES):
             at = s.own.buffers[b.code][block, tile * i64(words) + w, i64(u * LANES)]
-            primitives.prefetch(T.address_of(at))
+            prefetch(T.address_of(at))

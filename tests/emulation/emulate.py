@@ -55,7 +55,7 @@ _INSTRUCTIONS: list[tuple[str, str]] = [
     (r"and\.b32 .*", "{0} = {1} & {2}"),
     (r"prmt\.b32 .*", "{0} = simt::permute({1}, {2}, {3})"),
     (r"fma\.rn\.(b?f16)x2 .*", "{0} = simt::fma2({1}, {2}, {3}, BF(\\1))"),
-    (r"max\.bf16x2 .*", "{0} = simt::max2({1}, {2})"),
+    (r"max\.bf16x2 .*", "{0} = simt::extreme2({1}, {2}, true, fmaxf)"),  # of numbers
     (r"cvt\.rn\.(b?f16)x2\.f32 .*", "{0} = simt::pack({1}, {2}, BF(\\1))"),
     (r"cvt\.rn\.f16x2\.(e4m3|e5m2)x2 .*", "{0} = simt::halves_\\1({1})"),
     (r"mov\.b(?:32|64) %0, %1", "{0} = {1}"),
@@ -85,6 +85,8 @@ _INSTRUCTIONS: list[tuple[str, str]] = [
     (r"shfl\.sync\.idx\.b32 .*", "{0} = simt::shuffle({1}, {2})"),
     (r"shfl\.sync\.bfly\.b32 .*", "{0} = simt::shuffle({1}, simt::now->lane() ^ {2})"),
     (r"(max|min)\.NaN\.f32 .*", "{0} = isnan({1}) || isnan({2}) ? NAN : f\\1f({1}, {2})"),
+    (r"(max|min)\.NaN\.(b?f16)x2 .*", "{0} = simt::extreme2({1}, {2}, BF(\\2), f\\1f)"),
+    (r"fma\.rn\.f32 .*", "{0} = fmaf({1}, {2}, {3})"),
     (r"cvt\.rn\.satfinite\.(e4m3|e5m2)x2\.f32 .*", "{0} = simt::small_\\1({1}) << 8 | simt::small_\\1({2})"),
     (r"bar\.sync %0, %1", "simt::barrier({0}, {1})"),
     (r"barrier\.cluster\.arrive\.release\.aligned", "simt::cluster_arrive()"),

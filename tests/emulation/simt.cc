@@ -203,11 +203,11 @@ uint32_t fma2(uint32_t a, uint32_t b, uint32_t c, bool bf16) {
   return found;
 }
 
-uint32_t max2(uint32_t a, uint32_t b) {
+uint32_t extreme2(uint32_t a, uint32_t b, bool bf16, float (*of)(float, float)) {
   uint32_t found = 0;
   for (int p = 0; p < 2; ++p) {
-    float x = half_value(a >> 16 * p & 0xFFFF, true), y = half_value(b >> 16 * p & 0xFFFF, true);
-    found |= uint32_t(half_bits(std::fmax(x, y), true)) << 16 * p;
+    float one = half_value(a >> 16 * p & 0xFFFF, bf16), other = half_value(b >> 16 * p & 0xFFFF, bf16);
+    found |= uint32_t(half_bits(std::isnan(one) || std::isnan(other) ? NAN : of(one, other), bf16)) << 16 * p;
   }
   return found;
 }

@@ -93,7 +93,7 @@ CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, voi
 uint32_t lop3(uint32_t a, uint32_t b, uint32_t c, int table);
 uint32_t permute(uint32_t a, uint32_t b, uint32_t selector);
 uint32_t fma2(uint32_t a, uint32_t b, uint32_t c, bool bf16);
-uint32_t max2(uint32_t a, uint32_t b);  // of bf16
+uint32_t extreme2(uint32_t a, uint32_t b, bool bf16, float (*of)(float, float));  // NaN if either is
 uint32_t pack(float high, float low, bool bf16);
 uint32_t halves_e4m3(uint16_t pair), halves_e5m2(uint16_t pair);
 uint16_t small_e4m3(float value), small_e5m2(float value);
