@@ -1,4 +1,9 @@
-"""Verify every artifact under QDSL_ARTIFACTS on this machine's GPU: `python benchmarks/verify_gpu.py [--out FILE]`."""
+"""Verify every artifact under QDSL_ARTIFACTS on this machine's GPU: `python benchmarks/verify_gpu.py [--out FILE]`.
+
+`qdsl verify` compares small shapes with float64. Of schemes of weights alone all kernels also multiply a shape that keeps every SM
+busy for many rounds, and all of their outputs are compared with each other: what a kernel reads too early or too late shows
+there alone.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +12,48 @@ import os
 import time
 from pathlib import Path
 
+import numpy as np
 import torch
 
 import qdsl
+from qdsl import reference
+from qdsl.artifact import Artifact
+from qdsl.dtype import F32
+from qdsl.runtime import QuantLinear
 from qdsl.runtime.verify import verify
+from qdsl.scheme import Scheme
+
+M, N, K = 4096, 1024, 4096
+
+
+def differing(scheme: Scheme, artifact: Artifact) -> str:
+    """The kernels whose outputs differ from the first one's by more than both may be off, and in how many numbers.
+
+    x is 1 and -1 at random: so the terms of every token are as large as those of a token of ones, and how far sums of any
+    signs may be off is what the reference says of that one, and the rounding of y itself.
+    """
+    parts = scheme.output.half[1] if scheme.output.half else 1
+    if scheme.activation() is not None or parts > 1 or scheme.violated(N, K) is not None:
+        return ""
+    layer = QuantLinear(scheme, K, N, bias=False, device="cuda", artifact=artifact)
+    patterns = reference.random_patterns(scheme, np.random.default_rng(0), N, K)
+    layer.set_patterns({name: bits for name, bits in patterns.items() if scheme.tensor(name).role != "bias"})
+    given = {
+        name: np.zeros_like(bits) if scheme.tensor(name).role == "bias" else bits for name, bits in patterns.items()
+    }
+    of_ones = reference.linear(scheme, np.ones((1, K)), given, N, offset=layer.manifest.offset)
+    bound = torch.from_numpy(of_ones.bound[0]).cuda()
+    signs = torch.randint(0, 2, (M, K), generator=torch.Generator("cuda").manual_seed(0), device="cuda")
+    x, first, found = (2 * signs - 1).to(layer.dtype), None, []
+    for name in layer.kernel.variants(K):
+        y = torch.full((M, N), float("nan"), dtype=layer.dtype, device="cuda")
+        layer.run_into(x, y, variant=name)
+        if first is None:
+            first, rounding = y.double(), 1.01 * scheme.output.dtype.unit + 32 * F32.unit
+            bound = 2 * (bound + rounding * first.abs())
+        elif wrong := int((~((y.double() - first).abs() <= bound)).sum()):
+            found.append(f"{name} in {wrong} of {M * N}")
+    return ", ".join(found)
 
 
 def main() -> int:
@@ -29,17 +72,21 @@ def main() -> int:
     for root in os.environ["QDSL_ARTIFACTS"].split(os.pathsep):
         for path in sorted(Path(root).iterdir()):
             start = time.perf_counter()
-            m = qdsl.open_artifact(path).manifest
+            artifact = qdsl.open_artifact(path)
+            m = artifact.manifest
             scheme = qdsl.parse(m.text, m.scheme, **m.params)
             try:
-                report = verify(scheme, "cuda")
+                report, other = verify(scheme, "cuda"), differing(scheme, artifact)
             except Exception as problem:
                 failed.append(f"{scheme.bound}: {type(problem).__name__}: {problem}")
                 lines.append(f"{scheme.bound:60}{'':6}{'':13}  did not run")
                 continue
-            lines.append(f"{scheme.bound:60}{report.cases:6}{report.worst:13.3f}  {'ok' if report.passed else 'WRONG'}")
+            passed = report.passed and not other
+            lines.append(f"{scheme.bound:60}{report.cases:6}{report.worst:13.3f}  {'ok' if passed else 'WRONG'}")
             if not report.passed:
                 failed.append(str(report))
+            if other:
+                failed.append(f"{scheme.bound}, m = {M}, n = {N}, k = {K}: differ from the first kernel: {other}")
             print(lines[-1], f"{time.perf_counter() - start:.1f} s", flush=True)
     print("\n".join([*failed, *lines]))
     if args.out:

@@ -567,7 +567,10 @@ def _buffer(
         layout = blocked_codes(simd.bits, simd.depth) if t == scheme.code else _vector_rows(t, FEATURES)
     else:
         tile = loop is not None or (target.kind == "cuda" and scheme.code.dtype.bits == 4)
-        layout = _layout(t, scheme, tile, loop is not None and bool(loop.table))
+        looked_up = loop is not None and bool(loop.table)
+        placed = loop is not None and not looked_up and t == scheme.code
+        own = places(t.dtype, scheme.compute.operand.mantissa) if placed else ()
+        layout = _layout(t, scheme, tile, looked_up, own)
         if loop and loop.activation and t.name == loop.code:
             layout = fragment_bytes() if t.dtype.bits == 4 else byte_matrices()
     if t.dtype.bits <= 8:
@@ -591,7 +594,7 @@ def _grouped_layout(t: Tensor, scheme: Scheme, loop: MainLoop) -> Layout:
     return replace(found, axes=axes)
 
 
-def _layout(t: Tensor, scheme: Scheme, fragment: bool, looked_up: bool) -> Layout:
+def _layout(t: Tensor, scheme: Scheme, fragment: bool, looked_up: bool, own: tuple[int, ...]) -> Layout:
     """Derived, not tabulated.
 
     On tensor cores output features are the 16-row side of the fragment (rows c and c + 8: digits r, c); a lane reads
@@ -600,7 +603,7 @@ def _layout(t: Tensor, scheme: Scheme, fragment: bool, looked_up: bool) -> Layou
     """
     if t.index and t.index[0] == Var("n") and t.role not in ("bias", "residual"):
         if t == scheme.code:
-            return fragment_codes(len(t.index), t.dtype.bits, looked_up) if fragment else _vector_codes(t)
+            return fragment_codes(len(t.index), t.dtype.bits, looked_up, own) if fragment else _vector_codes(t)
         if fragment:
             return _fragment_rows(t)
         return _vector_rows(t, vector_features(scheme.code.dtype))
@@ -610,14 +613,14 @@ def _layout(t: Tensor, scheme: Scheme, fragment: bool, looked_up: bool) -> Layou
     return plain(len(t.index), t.dtype.bits, word)
 
 
-def fragment_codes(rank: int, bits: int, looked_up: bool = False) -> Layout:
+def fragment_codes(rank: int, bits: int, looked_up: bool = False, places: tuple[int, ...] = ()) -> Layout:
     """The A fragment of m16n8k16: n = r:2 c:8, k = h:2 t:4 p:2.  A lane is (c t) and has four k-steps s = 2 u + v.
 
     The two codes of a register, p, are 16 bits apart in a word; side by side if they are looked up in a table of few
-    entries. Codes that are no power of two wide lie in planes, from which kernels put words of cells together that are
+    entries, those of a feature first. Codes that are no power of two wide lie in planes, from which kernels put words of cells together that are
     one: 3 bits in cells of 4, more in cells of 8. A plane holds its bits of several such words in the cells of one, so that
     a shift and a mask move those of all cells at once. Codes of 8 bits have the steps 0 and 1 of all lanes, then 2 and 3,
-    so that 16 bytes of a lane lie together.
+    so that 16 bytes of a lane lie together. `places` are those of the bits of either half of a word.
     """
     assert rank == 2, "codes are [n, k]"
     steps = (Digit("s", 4),) if bits == 4 else (Digit("u", 2), Digit("v", 2))
@@ -626,18 +629,42 @@ def fragment_codes(rank: int, bits: int, looked_up: bool = False) -> Layout:
         (Digit("i"), *steps, Digit("h", 2), Digit("t", 4), Digit("p", 2)),
     )
     outer = (Axis(("o",)), Axis(("i",)), Axis(("u", "c", "t") if bits == 8 else ("c", "t")))
-    places = {8: ("vh", "pr"), 4: ("s" if bits == 4 else "uv", "phr"), 2: ("u", "pvhr"), 1: ("", "puvhr")}
+    lie = {8: ("vh", "pr"), 4: ("s" if bits == 4 else "uv", "phr"), 2: ("u", "pvhr"), 1: ("", "puvhr")}
     if looked_up and bits <= 4:
-        places = {width: (words, lanes[1:] + "p") for width, (words, lanes) in places.items() if width < 8}
-    elif bits not in places:
+        lie = {width: (words, f"{lanes[1:-2]}rhp") for width, (words, lanes) in lie.items() if width < 8}
+    elif bits not in lie:
         words, lanes = {4: ("uv", "phr"), 8: ("uvh", "pr")}[cell(bits)]
         cut = {width: len(words) - (cell(bits) // width).bit_length() + 1 for _, width in planes(bits)}
-        places = {width: (words[:at], lanes + words[at:]) for width, at in cut.items()}
-    if bits in places:
-        words, lanes = places[bits]
-        return Layout(dims, (*outer, Axis(tuple(words), (Run(tuple(map(Lane, lanes))),))), bits, 32)
-    runs = tuple(Run(tuple(map(Lane, "".join(places[part[1]]))), part) for part in planes(bits))
+        lie = {width: (words[:at], lanes + words[at:]) for width, at in cut.items()}
+    if bits in lie:
+        words, lanes = lie[bits]
+        both = (*places, *(16 + place for place in places))
+        return Layout(dims, (*outer, Axis(tuple(words), (Run(tuple(map(Lane, lanes))),))), bits, 32, both)
+    runs = tuple(Run(tuple(map(Lane, "".join(lie[part[1]]))), part) for part in planes(bits))
     return Layout(dims, (*outer, Axis((), runs)), bits, 32)
+
+
+def places(code: DType, mantissa: int) -> tuple[int, ...]:
+    """Where the 16 bits of half a word lie, code by code, so that few shifts bring each to its place in a 16-bit float with
+    such a mantissa: the sign on top, the others above what the mantissa has more.
+
+    A code whose bits are all as far from their places takes one shift, or none. Each code in turn gets the shift that brings
+    the most of its bits from places that are free. Empty: codes that are no floats, or that lie in planes.
+    """
+    if not (code.is_float and code.bits == cell(code.bits)):
+        return ()
+    wanted = [mantissa - code.mantissa + i for i in range(code.bits - code.signed)] + [15] * code.signed
+    free, known, found = set(range(16)), {0}, []
+    for _ in range(16 // code.bits):
+        left, own = dict(enumerate(wanted)), {}
+        while left:
+            brought = {by: [i for i, place in left.items() if place - by in free] for by in range(-15, 16)}
+            best = max(brought, key=lambda by: (len(brought[by]), by in known, -abs(by)))
+            known.add(best)
+            own |= {i: left.pop(i) - best for i in brought[best]}
+            free -= set(own.values())
+        found += [own[i] for i in range(code.bits)]
+    return tuple(found)
 
 
 def fragment_bytes() -> Layout:

@@ -80,7 +80,7 @@ def load_bits(buffer: tirx.Buffer, declared: Buffer, index: Sequence[tirx.Expr],
     layout = declared.layout
     result = None
     for field in layout.address(index, shape):
-        word = T.cast(buffer[tuple(field.index)], "uint32")
+        word = layout.restored(T.cast(buffer[tuple(field.index)], "uint32"), u32)
         shift = T.cast(field.shift, "uint32") if not isinstance(field.shift, int) else u32(field.shift)
         part = word if isinstance(field.shift, int) and field.shift == 0 else word >> shift
         if field.following is not None:

@@ -10,8 +10,10 @@ this one value, and repacking is `target.pack(source.unpack(words, shape))`.
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,10 +84,12 @@ class Layout:
     axes: tuple[Axis, ...]
     bits: int  # of one element
     word: int  # of one stored word
+    places: tuple[int, ...] = ()  # where the bits of a word lie, from the lowest up; empty: where the runs put them
 
     def __str__(self) -> str:
         left = ", ".join(str(d[0]) if len(d) == 1 else f"({' '.join(map(str, d))})" for d in self.dims)
-        return f"[{left}] = [{', '.join(map(str, self.axes))}] : {self.bits}-bit elements in {self.word}-bit words"
+        line = f"[{left}] = [{', '.join(map(str, self.axes))}] : {self.bits}-bit elements in {self.word}-bit words"
+        return f"{line}, bits at {' '.join(map(str, self.places))}" if self.places else line
 
     # ---- extents ------------------------------------------------------------------------------------------------
     def extents(self, shape: Sequence[Any]) -> dict[str, Any]:
@@ -176,7 +180,7 @@ class Layout:
             for band in _bands(x.shape, len(lanes)):
                 self._pack_run(np.ascontiguousarray(x[band]), out[band][..., start : start + count], run, lanes, extent)
             start += count
-        return words
+        return _moved(words, enumerate(self.places)) if self.places else words
 
     def unpack(self, words: np.ndarray, shape: Sequence[int]) -> np.ndarray:
         """Stored words (unsigned) to logical elements of the given shape; padding is dropped unread, and may be missing."""
@@ -188,7 +192,7 @@ class Layout:
             raise ValueError(f"stored shape is {list(words.shape)}, the layout needs {list(expected)}")
         names, order = [d.name for dim in self.dims for d in dim], self._order
         full = [math.prod(extent[d.name] for d in dim) for dim in self.dims]
-        x = words.reshape(self._split(extent))
+        x = self.restored(words).reshape(self._split(extent))
         if not (packed := self._packed):
             x = x.transpose([order.index(name) for name in names]).reshape(full)
         else:
@@ -203,6 +207,11 @@ class Layout:
                 out[band] = elements
             x = whole.reshape(full)
         return np.asarray(x[tuple(slice(size) for size in shape)], order="C")  # a scalar stays a scalar
+
+    def restored(self, words: Any, number: Callable[[int], Any] = int) -> Any:
+        """Words with their bits where the runs put them: an array of stored words, or an expression for one, whose constants
+        `number` makes."""
+        return _moved(words, ((place, i) for i, place in enumerate(self.places)), number) if self.places else words
 
     @property
     def _packed(self) -> tuple[int, tuple[Lane, ...]] | None:
@@ -319,6 +328,19 @@ class Layout:
         inverse = tuple(lane.order.index(i) for i in range(len(lane.order)))
         digit = value[lane.name]
         return inverse[digit] if isinstance(digit, int | np.integer) else look_up(digit, inverse)
+
+
+def _moved(words: Any, bits: Iterable[tuple[int, int]], number: Callable[[int], Any] = int) -> Any:
+    """Words with bit a of each at b, for all (a, b); those that go equally far go together."""
+    masks: dict[int, int] = {}
+    for a, b in bits:
+        masks[b - a] = masks.get(b - a, 0) | 1 << b
+    kind = words.dtype.type if isinstance(words, np.ndarray) else number
+    parts = [
+        (words << kind(by) if by > 0 else words >> kind(-by) if by else words) & kind(mask)
+        for by, mask in masks.items()
+    ]
+    return functools.reduce(operator.or_, parts)
 
 
 def _bands(shape: Sequence[int], lanes: int) -> Iterator[Any]:

@@ -17,7 +17,7 @@ from qdsl.layout import Axis, Digit, Lane, Layout, Run
 from qdsl.order import Order
 from qdsl.scheme import Scheme
 
-FORMAT = 4
+FORMAT = 5
 
 
 @dataclass(frozen=True)
@@ -183,4 +183,4 @@ def layout_from_json(data: Mapping) -> Layout:
     used = {name for a in axes for name in (*a.digits, *(lane.name for r in a.runs for lane in r.lanes))}
     if used != known:
         raise ValueError(f"a layout of the digits {', '.join(sorted(known))} places {', '.join(sorted(used))}")
-    return Layout(dims, axes, data["bits"], data["word"])
+    return Layout(dims, axes, data["bits"], data["word"], tuple(data["places"]))

@@ -19,7 +19,7 @@ from qdsl.cache import nvcc
 from qdsl.codegen.cuda import hopper, host, main_loop, wgmma
 from qdsl.codegen.cuda.candidates import candidates
 from qdsl.codegen.cuda.weight import NIBBLES, Shared, Weight
-from qdsl.codegen.plan import fragment_codes, plan
+from qdsl.codegen.plan import fragment_codes, places, plan
 from qdsl.codegen.target import target
 from qdsl.dtype import dtype
 from qdsl.order import Inputs
@@ -81,7 +81,8 @@ class Case:
         patterns = rng.integers(0, len(weight.table) or 1 << code.bits, (n, k)).astype(np.uint8)
         patterns[~np.isfinite(code.decode(patterns))] = 0
         values = np.array(weight.table)[patterns] if weight.table else code.decode(patterns)
-        self.buffers = [torch.from_numpy(fragment_codes(2, code.bits, bool(weight.table)).pack(patterns))]
+        own = () if weight.table else places(code, weight.half.mantissa)
+        self.buffers = [torch.from_numpy(fragment_codes(2, code.bits, bool(weight.table), own).pack(patterns))]
         found = {"scale": np.ones((n, k)), "zero": np.zeros((n, k)), "offset": np.zeros((n, k))}
         for role, kind in weight.grouped.items():
             number, place = dtype(NUMBERS.get(kind, kind)), weight.place(role) or Shared(1, weight.group)
@@ -166,6 +167,30 @@ HOPPER = (
 def test_every_code_on_hopper(name, tmp_path):
     worst = run("sm_90a", WEIGHTS[name], SHAPES[:1], tmp_path, ("t8", "w32_narrow"))
     assert len(worst) == 2 and max(worst.values()) <= 1, worst
+
+
+@NEEDS
+@pytest.mark.parametrize("name", ["u4", "q4_1"])
+def test_codes_less_their_zero_points(name, tmp_path):
+    """Sixteen tokens: no products with ones, but for offsets."""
+    worst = run("sm_90a", WEIGHTS[name], SHAPES[1:], tmp_path, ("t16_wide",))
+    assert len(worst) == 1 and max(worst.values()) <= 1, worst
+
+
+@NEEDS
+def test_every_power_of_two_as_a_scale(tmp_path):
+    """All 256 of them, a feature each, as float32 that scales a sum and as bf16 that scales weights."""
+    weight, goal, n, k = WEIGHTS["mxfp4"], target("cuda", "sm_90a"), 256, 32
+    bits = np.arange(n).astype(np.uint8)[:, None]
+    ones = np.full((n, k), weight.code.encode(np.array([1.0]))[0], np.uint8)
+    codes = fragment_codes(2, weight.code.bits, places=places(weight.code, weight.half.mantissa)).pack(ones)
+    x = torch.eye(1, k, dtype=torch.bfloat16)
+    functions = {c.name: c.lower(c.name) for c in candidates(goal, weight) if c.name in ("t1", "w32")}
+    module = library(host.emit(functions, goal, goal.dependent_launch), tmp_path)
+    for name in functions:
+        y = torch.zeros((1, n), dtype=torch.bfloat16)
+        module[name](x, torch.from_numpy(codes), stored(bits, "e8m0"), y)
+        assert np.array_equal(y.double().numpy()[0], dtype("e8m0").decode(bits[:, 0]), equal_nan=True), name
 
 
 @NEEDS

@@ -7,16 +7,16 @@ import pytest
 
 from qdsl.codegen.cuda.decode import HALVES, bits, decoded, factor, words_of
 from qdsl.codegen.cuda.weight import Weight
-from qdsl.codegen.plan import fragment_codes, planes
+from qdsl.codegen.plan import fragment_codes, places, planes
 from qdsl.dtype import dtype
 
 INTEGERS = [*(f"u{n}" for n in range(1, 9)), *(f"i{n}" for n in range(2, 9))]
 FLOATS = ["e4m3", "e5m2", "e3m2", "e2m3", "e2m1"]
 
 
-def stored(codes: np.ndarray, width: int, looked_up: bool = False) -> np.ndarray:
+def stored(codes: np.ndarray, width: int, looked_up: bool = False, own: tuple[int, ...] = ()) -> np.ndarray:
     """[tiles of 16, k tiles, lane, its words] of codes [n, k], as the kernel's layout has them."""
-    words = fragment_codes(2, width, looked_up).pack(codes.astype(np.uint8))
+    words = fragment_codes(2, width, looked_up, own).pack(codes.astype(np.uint8))
     lanes, count = words_of(width)
     words = words.reshape(*words.shape[:2], lanes // 32, 32, count)
     return np.moveaxis(words, 2, 3).reshape(*words.shape[:2], 32, lanes // 32 * count)
@@ -30,7 +30,7 @@ def test_every_code_is_exact_in_every_place(name, compute):
     n, k = 16, 64
     for shift in range(0, 1 << code.bits, 1 if code.bits < 6 else 13):
         codes = (np.arange(n * k).reshape(n, k) * 7 + shift) % (1 << code.bits)
-        words = stored(codes, code.bits)[0, 0]
+        words = stored(codes, code.bits, own=places(code, half.mantissa))[0, 0]
         for step in range(4):
             for register in range(4):
                 way = decoded(code, half, step, register)
@@ -95,10 +95,26 @@ def test_planes_waste_nothing():
         assert fragment_codes(2, width).stored_shape((16, 64)) == (1, 1, lanes, count)
 
 
+@pytest.mark.parametrize(
+    ("name", "mantissa", "instructions"),
+    [("e2m1", 7, 11), ("e2m1", 10, 11), ("e4m3", 7, 5), ("e4m3", 10, 5), ("e5m2", 7, 7), ("e5m2", 10, 3)],
+)
+def test_bits_of_floats_lie_where_few_shifts_are_needed(name, mantissa, instructions):
+    """Shifts of a word, and masks, of all codes of a half: side by side they would take 15 and 7 (e5m2 as f16: 3)."""
+    code, half = dtype(name), next(half for half in HALVES.values() if half.mantissa == mantissa)
+    assert sorted(places(code, mantissa)) == list(range(16))
+    ways = [decoded(code, half, 0, register) for register in range(16 // code.bits)]
+    fields = [field for way in ways for field in way.sums[0].fields]
+    assert len(fields) + len({field.shift for field in fields} - {0}) == instructions
+
+
 def test_a_way_prints():
     f16, bf16 = HALVES["float16"], HALVES["bfloat16"]
     assert str(decoded(dtype("u4"), f16, 1, 1)) == "0x6400 ^ (word 1 & 0x00f0) = 1024 + 16 q"
-    assert str(decoded(dtype("e5m2"), f16, 1, 1)) == "0x0000 ^ (word 2 & 0xff00) = 0 + 1 q"
+    assert str(decoded(dtype("e5m2"), f16, 1, 0)) == "0x0000 ^ (word 2 & 0xff00) = 0 + 1 q"
+    assert (
+        str(decoded(dtype("i8"), bf16, 0, 0)) == "(0xc300 ^ (word 0 & 0x0080)) + (0x4300 ^ (word 0 & 0x007f)) = 0 + 1 q"
+    )
     assert str(decoded(dtype("u8"), bf16, 0, 0)) == (
-        "(0x4500 ^ (word 0 >> 4 & 0x000f)) + -2176 + (0x4300 ^ (word 0 & 0x000f)) = 0 + 1 q"
+        "(0xc380 ^ (word 0 & 0x0080)) + (0x4300 ^ (word 0 & 0x007f)) = -128 + 1 q"
     )

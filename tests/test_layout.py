@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from itertools import pairwise
 
 import numpy as np
@@ -321,3 +322,17 @@ def test_groups_of_all_of_k_are_one(bits):
     assert str(binding.layout.dims[1][0]) == "g:1"
     assert binding.layout.stored_shape(codes.shape) == (32 * bits // 8, 72)
     assert np.array_equal(binding.layout.unpack(binding.layout.pack(codes), codes.shape), codes)
+
+
+def test_bits_of_a_word_have_places():
+    """Any order of a word's bits, there and back, word by word and as an expression."""
+    rng = np.random.default_rng(0)
+    plain = Layout(((Digit("i"), Digit("l", 8)),), (Axis(("i",), (Run((Lane("l"),)),)),), 4, 32)
+    moved = replace(plain, places=tuple(map(int, rng.permutation(32))))
+    elements = rng.integers(0, 16, 40).astype(np.uint8)
+    words = moved.pack(elements)
+    assert np.array_equal(moved.unpack(words, (40,)), elements) and not np.array_equal(words, plain.pack(elements))
+    assert np.array_equal(moved.restored(words), plain.pack(elements))
+    assert [moved.restored(int(word)) for word in words] == plain.pack(elements).tolist()
+    bit = 1 << 5
+    assert moved.restored(1 << moved.places[5]) == bit and "bits at" in str(moved)

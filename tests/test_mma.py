@@ -97,7 +97,8 @@ def test_the_order_of_sums_is_told_by_who_has_which_slice():
     def order(tile: Tile, weight: Weight = weight) -> str:
         return Stage(weight, fitted(weight, tile)).order
 
-    assert order(TILES["m16"]) == "mma 8 teams by 128, corrects sums of 128"
+    assert order(TILES["m16"]) == "mma 8 teams by 128, scales sums of 128"
+    assert order(TILES["m16"], replace(weight, zero="float16")) == "mma 8 teams by 128, corrects sums of 128"
     assert order(TILES["any"]) == "mma 1 team, corrects weights"
     assert order(TILES["m1"]) == order(TILES["m1_short"]) and order(TILES["m32"]) == order(TILES["m64"])
     assert order(replace(TILES["any"], slice=1, stages=4, tokens=64)) == order(TILES["any"]), "one team has all slices"

@@ -89,8 +89,11 @@ def test_equal_orders_of_hopper_tiles():
     assert order["w64"] == order["w128"] == order["w256"] == "wgmma 1 team"
     assert order["w32"] == "wgmma 2 teams by 128"
     assert order["w32_narrow"] == "wgmma 2 CTAs by 256, of 2 teams by 256"
-    assert order["t8_wide"] == order["t16_wide"] == "mma 4 teams by 128, corrects sums of 128"
-    assert order["t8"] == mma_order("h16") == "mma 8 teams by 128, corrects sums of 128"
+    assert order["t8_wide"] == "mma 4 teams by 128, corrects sums of 128"
+    assert order["t16_wide"] == "mma 4 teams by 128, scales sums of 128", "zero points are taken off codes"
+    assert order["t16"] == mma_order("h16") == "mma 8 teams by 128, scales sums of 128"
+    floats = Weight("bfloat16", 0, None, "bfloat16", 128, dtype("e4m3"))
+    assert hopper.order(floats, HOPPER["t8_wide"]) == hopper.order(floats, HOPPER["t16_wide"]), "there are none"
     assert {name for name, names in order.items() if names is None} == {
         n for n in HOPPER if n.endswith(("tail", "tail_wide"))
     }

@@ -14,8 +14,9 @@ where the float wants them:
     integer    or-ed into the mantissa of a power of two, whose unit is 1: the float is that power, `bias`, plus the code. If
                the mantissa has room for it, register r = 1 is taken by the shift of r = 0, as `factor` times the code
     float      sign, exponent and mantissa in their places: exponents count from another bias then, so that the float is
-               `factor` times the code, subnormal codes included
-    8 bits in bf16, whose mantissa has 7: two floats of four bits each, added
+               `factor` times the code, subnormal codes included. Bits of whole codes are stored where few shifts take them
+               there (`plan.places`)
+    8 bits in bf16, whose mantissa has 7: the lower seven beside 128, and the highest as the exponent of what is added, -128 or -256
     table      any other function of a code: its values lie in shared memory, in float32, a word each. Up to 32 of them are
                in as many banks, and no two lanes get into each other's way
     pairs      codes of up to 4 bits that are looked up lie side by side, both of a register next to each other, so that
@@ -33,7 +34,7 @@ import numpy as np
 from tvm.tirx.script import builder as T
 
 from qdsl.codegen.cuda.builder import assign, ptx, when
-from qdsl.codegen.plan import cell, planes
+from qdsl.codegen.plan import cell, places, planes
 from qdsl.dtype import DType
 
 
@@ -112,8 +113,7 @@ class Merge:
 class Decoded:
     """Both codes of a register as floats: bias + factor * code, or the entries of a table.
 
-    sums      one float, or two that are added, `added` to the second first; with a table, four times the code, or that of
-              one code and of the other
+    sums      one float, or two that are added; with a table, four times the code, or that of one code and of the other
     scaled    the float is multiplied by 2 to this power
     table     by code, in float32; empty: there is none
     pair      32 times the number of both codes, where they lie side by side: fields of a word, not of its halves
@@ -124,7 +124,6 @@ class Decoded:
     sums: tuple[Sum, ...]
     bias: float
     factor: float
-    added: float = 0.0
     scaled: int = 0
     table: tuple[float, ...] = ()
     pair: Sum | None = None
@@ -137,7 +136,7 @@ class Decoded:
         if self.table:
             return f"table of {len(self.table)} at {text}"
         if len(self.sums) > 1:
-            text = f"({self.sums[1]}) + {self.added:g} + ({text})"
+            text = f"({self.sums[1]}) + ({text})"
         return f"{text}{f' * 2^{self.scaled}' if self.scaled else ''} = {self.bias:g} + {self.factor:g} q"
 
     def evaluate(self, words: np.ndarray) -> np.ndarray:
@@ -151,7 +150,7 @@ class Decoded:
                 places = self._bits(self.sums[0], words)
             return _rounded(self.half, np.array(self.table, np.float32)[places // 4].astype(np.float64))
         found = [self.half.values(self._bits(one, words)) for one in self.sums]
-        value = found[0] if len(found) == 1 else _rounded(self.half, found[1] + self.added) + found[0]
+        value = found[0] if len(found) == 1 else found[0] + found[1]
         with np.errstate(invalid="ignore"):  # what stands for infinities and NaN
             return _rounded(self.half, _rounded(self.half, value) * 2.0**self.scaled)
 
@@ -189,7 +188,7 @@ def decoded(code: DType, half: Half, step: int, register: int) -> Decoded:
     if code.is_float:
         return replace(_float(code, half, part), merged=merged(code.bits, step))
     if code.bits > half.mantissa:
-        return _two_nibbles(code, half, part)
+        return _byte(code, half, part)
     taken = _shared_shift(code, half) * (register % 2)
     sign = 1 << code.bits - 1 if code.kind == "int" else 0
     bias = 1 << half.mantissa
@@ -252,9 +251,9 @@ def merged(bits: int, step: int) -> tuple[Merge, ...]:
 
 def _side_by_side(bits: int, step: int, register: int) -> tuple[_Part, ...]:
     """The same where the two codes of a register are neighbours: that of the first, `offset` from the low end of a word."""
-    found, first = [], 0
+    found, first, place = [], 0, register % 2 * 2 + register // 2  # registers of a feature are neighbours, too
     for low, width in planes(bits):
-        at = 2 * (4 * step + register) * width
+        at = 2 * (4 * step + place) * width
         found.append(_Part(first + at // 32, at % 32, low, width))
         first += width
     return tuple(found)
@@ -276,28 +275,27 @@ def _shared_shift(code: DType, half: Half) -> int:
     return cell(code.bits) if cell(code.bits) + code.bits <= half.mantissa else 0
 
 
-def _two_nibbles(code: DType, half: Half, part: _Part) -> Decoded:
-    """An 8-bit integer as low + 16 high, each beside a power of two, which are taken off on the way."""
-    sign = 8 if code.kind == "int" else 0
-    low = Sum(half.power(half.mantissa), (_placed(part, 0, 0, 4),))
-    high = Sum(half.power(half.mantissa + 4) ^ sign, (_placed(part, 0, 4, 4),))
-    away = (1 << half.mantissa) + (1 << half.mantissa + 4) + 16 * sign
-    return Decoded(half, (low, high), 0.0, 1.0, added=-float(away))
+def _byte(code: DType, half: Half, part: _Part) -> Decoded:
+    """An 8-bit integer whose lower seven bits fill the mantissa of 128. Its highest is the lowest of the exponent of -128,
+    which makes -256 of it; an unsigned one is off by 128 then, for what is 0 has another exponent altogether."""
+    signed, top = code.kind == "int", 1 << half.mantissa
+    low = Sum(half.power(half.mantissa), (_placed(part, 0, 0, 7),))
+    high = Sum(0x8000 | half.power(half.mantissa) ^ (0 if signed else top), (_placed(part, 7, 7, 1),))
+    return Decoded(half, (low, high), 0.0 if signed else -128.0, 1.0)
 
 
 def _float(code: DType, half: Half, part: _Part) -> Decoded:
     """Exponent and mantissa side by side, so that the lowest bit of the exponent is in its place, and the sign on top."""
-    magnitude, position = code.bits - code.signed, half.mantissa - code.mantissa
-    fields = [_placed(part, position, 0, magnitude)]
-    if code.signed:
-        sign = _placed(part, 15, magnitude, 1)
-        if sign.shift == fields[0].shift:  # as in e5m2 and f16
-            fields = [replace(sign, mask=sign.mask | fields[0].mask)]
-        else:
-            fields.append(sign)
+    magnitude, masks = code.bits - code.signed, {}
+    wanted = [half.mantissa - code.mantissa + i for i in range(magnitude)] + [15] * code.signed
+    stored = places(code, half.mantissa) or tuple(range(16))
+    for i, place in enumerate(wanted):
+        shift = stored[part.offset + i] - place
+        masks[shift] = masks.get(shift, 0) | 1 << place
+    fields = tuple(Field(part.word, shift, mask) for shift, mask in masks.items())
     power = code.bias - half.exponent_bias
     scaled = -power if half.ptx == "bf16" else 0  # so small a number would be lost in a sum
-    return Decoded(half, (Sum(0, tuple(fields)),), 0.0, 2.0 ** (power + scaled), scaled=scaled)
+    return Decoded(half, (Sum(0, fields),), 0.0, 2.0 ** (power + scaled), scaled=scaled)
 
 
 class Emitter:
@@ -338,9 +336,7 @@ class Emitter:
         for one, target in zip(way.sums, (out, self.other[0])):
             _put_together(one, words, target)
         if len(way.sums) > 1:
-            other, one = self.other[0], T.uint32(half.one * 0x10001)
-            ptx(fma, other, other, one, T.uint32(bits(half, way.added) * 0x10001))
-            ptx(fma, out, out, one, other)
+            ptx(fma, out, out, T.uint32(half.one * 0x10001), self.other[0])
         if way.scaled:
             ptx(fma, out, out, T.uint32(half.power(way.scaled) * 0x10001), T.uint32(0x80008000))
 
@@ -434,6 +430,13 @@ def bits(half: Half, value: float) -> int:
         found = int(np.float32(value).view(np.uint32)) >> 16
     assert half.values(np.array([found]))[0] == value, f"{value} is no {half.ptx} number"
     return found
+
+
+def powers(bytes_, out):
+    """out = two bytes of e8m0 as bf16: exponents, but for the smallest, 2^-127, which is subnormal, and for NaN."""
+    ptx("prmt.b32", out, bytes_, T.uint32(0), T.uint32(0x1404))
+    ptx("max.bf16x2", out, out >> T.uint32(1), T.uint32(0x00400040))
+    ptx("fma.rn.bf16x2", out, out, T.uint32(0x80008000), out)  # -0 times infinity is NaN, and changes nothing else
 
 
 def small_float(dtype: str, byte):

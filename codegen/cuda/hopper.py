@@ -300,7 +300,7 @@ def order(weight: Weight, tile: Cut) -> str | None:
     share = "1 team" if tile.teams == 1 else f"{tile.teams} teams {span}"
     share = share if tile.split == 1 else f"{tile.split} CTAs {span}, of {share}"
     if tile.correct == "sums":
-        return f"mma {share}, corrects sums of {Stage(weight, tile).step}"
+        return f"mma {share}, {Stage(weight, tile).scaled}"
     if weight.promoted:
         return f"wgmma {share}, adds sums of {32 * tile.batch}{', turned' if tile.turned else ''}"
     return f"wgmma {share}"

@@ -7,6 +7,7 @@ its part of y out of the others' shared memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from tvm import tirx
@@ -94,25 +95,38 @@ def reduce(k: Kernel, cluster: int, epilogue: Epilogue, buffers, y):
     tile, threads = k.tile, k.tile.consumers
     partials, items = _partials(k), tile.tokens * k.outputs // 4
     if cluster == 1 or tile.teams > 1:
-        for token, features, m, n in _items(k, T.int32(0), items, threads):
-            totals = []
-            for feature in features:
-                own = [partials.ptr_to([team, token, feature]) for team in range(tile.teams)]
-                totals.append(_sum(k, "ld.shared", own))
-                if cluster > 1:
-                    ptx(f"st.shared.v4.{BITS[k.weight.sums]}", own[0], *(totals[-1][j] for j in range(4)))
-            if cluster == 1:
-                _store(k, epilogue, buffers, totals, m, n, y)
+        for some in _items(k, T.int32(0), items, threads):
+            places = [[partials.ptr_to([0, item.token, feature]) for feature in item.features] for item in some]
+            totals = [
+                [
+                    _sum(k, "ld.shared", [partials.ptr_to([team, item.token, f]) for team in range(tile.teams)])
+                    for f in item.features
+                ]
+                for item in some
+            ]
+            for item, own, sums in zip(some, places, totals, strict=True):
+                with _inside(some, item):
+                    for place, total in zip(own, sums, strict=True):
+                        if cluster > 1:
+                            ptx(f"st.shared.v4.{BITS[k.weight.sums]}", place, *(total[j] for j in range(4)))
+                    if cluster == 1:
+                        _store(k, epilogue, buffers, sums, item.m, item.n, y)
     if cluster == 1:
         return
     _cluster_sync()
     base, bases = T.cuda.cvta_generic_to_shared(partials.ptr_to([0, 0, 0])), T.alloc_local([cluster], "uint32")
     for rank in range(cluster):
         ptx("mapa.shared::cluster.u32", bases[rank], base, T.uint32(rank))
-    for token, features, m, n in _items(k, k.rank * (items // cluster), items // cluster, threads):
-        places = [T.cast((token * tile.partials[2] + feature) * 4, "uint32") for feature in features]
-        totals = [_sum(k, "ld.shared::cluster", [bases[rank] + at for rank in range(cluster)]) for at in places]
-        _store(k, epilogue, buffers, totals, m, n, y)
+    for some in _items(k, k.rank * (items // cluster), items // cluster, threads):
+        totals = []
+        for item in some:
+            places = [T.cast((item.token * tile.partials[2] + feature) * 4, "uint32") for feature in item.features]
+            totals.append(
+                [_sum(k, "ld.shared::cluster", [bases[rank] + at for rank in range(cluster)]) for at in places]
+            )
+        for item, sums in zip(some, totals, strict=True):
+            with _inside(some, item):
+                _store(k, epilogue, buffers, sums, item.m, item.n, y)
     _cluster_sync()  # nobody leaves while its sums are read
 
 
@@ -121,22 +135,43 @@ def _cluster_sync():
     ptx("barrier.cluster.wait.acquire.aligned")
 
 
-def _items(k: Kernel, first, count: int, threads: int):
-    """Items first .. first + count of the CTA's part of y, four features each, dealt to the threads.
+@dataclass(frozen=True)
+class _Item:
+    """Four features of a token: where their sums are in each part of the weight's features, and which number of y."""
 
-    Yields (token, the first of four features of the CTA in each part, m, n) inside the loop, once, where they are inside
-    of y.
+    token: tirx.Expr
+    features: list
+    m: tirx.Expr
+    n: tirx.Expr
+    inside: tirx.Expr  # of y
+
+
+def _inside(some: list[_Item], item: _Item):
+    """Only where an item of several is inside of y; of one, that has been asked for before."""
+    return when(item.inside) if len(some) > 1 else nullcontext()
+
+
+def _items(k: Kernel, first, count: int, threads: int):
+    """Items first .. first + count of the CTA's part of y, dealt to the threads.
+
+    Yields, once, inside the loop, those that a thread takes together: what another CTA sends takes its time, and so all of it
+    is asked for before any is used.
     """
     row, own = k.outputs // 4, k.block_outputs
-    with T.serial(0, -(-count // threads)) as i:
-        item = i * threads + k.thread
-        token, output = (first + item) // row, (first + item) % row * 4
-        m, n = k.m0 + token, k.o0 * own + output
-        features = (
-            [output // own * 16 + output % own + own * part for part in range(k.parts)] if k.parts > 1 else [output]
-        )
-        with when(tirx.all(item < count, k.stores(m), n < k.N)):
-            yield token, features, m, n
+    rounds = -(-count // threads)
+    together = next(size for size in (4, 2, 1) if rounds % size == 0 and (size == 1 or count % threads == 0))
+    with T.serial(0, rounds // together) as i:
+        some = []
+        for j in range(together):
+            item = (i * together + j) * threads + k.thread
+            token, output = (first + item) // row, (first + item) % row * 4
+            m, n = k.m0 + token, k.o0 * own + output
+            features = (
+                [output // own * 16 + output % own + own * part for part in range(k.parts)] if k.parts > 1 else [output]
+            )
+            some.append(_Item(token, features, m, n, tirx.all(item < count, k.stores(m), n < k.N)))
+        with when(some[0].inside) if together == 1 else nullcontext():
+            yield some
 
 
 BITS = {"float32": "f32", "uint32": "b32"}

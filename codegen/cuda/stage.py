@@ -51,14 +51,22 @@ class Stage:
 
         A k tile is four mma of 16 of k. A team goes through its slices, and they through their k tiles, by rising k;
         the teams' sums are added team by team. So the order is told by who has which slice: the number of teams, and the
-        length of a slice, unless one team has them all. Where sums are corrected, they are rounded after every step as
-        well, and the step counts too; corrected weights enter every mma finished. Tokens, features, warps and stages
+        length of a slice, unless one team has them all. Where sums are scaled, they are rounded after every step as
+        well, and the step counts too, and whether zero points have been taken off codes or are taken off sums; corrected
+        weights enter every mma finished. Tokens, features, warps and stages
         decide which register holds a sum, never what is added to it, nor when.
         """
         share = "1 team" if self.tile.teams == 1 else f"{self.tile.teams} teams by {64 * self.tile.slice}"
         if self.tile.cluster > 1:
             share = f"{self.tile.cluster} CTAs by {64 * self.tile.slice}, of {share}"
-        return f"mma {share}, corrects {f'sums of {self.step}' if self.tile.correct == 'sums' else 'weights'}"
+        if self.tile.correct == "sums":
+            return f"mma {share}, {self.scaled}"
+        return f"mma {share}, corrects weights"
+
+    @property
+    def scaled(self) -> str:
+        """What is summed before it is scaled, and how much of it."""
+        return f"{'scales' if self.weight.taken_off(self.tile.token_tiles) else 'corrects'} sums of {self.step}"
 
     @property
     def tiles_of_q(self) -> tuple[int, int]:

@@ -115,11 +115,17 @@ class Weight:
         """What such a float is for a weight of zero, if nothing is loaded that says so."""
         return self.decoded(0, r).bias + self.factor(r) * self.bias
 
+    def taken_off(self, token_tiles: int) -> bool:
+        """Whether products whose sums are scaled afterwards are of codes less their zero points. That takes an instruction for
+        a pair of codes, and spares one product of three, with ones, for every eight tokens."""
+        integers = self.code.is_integer and not self.table and self.zero in (None, *INTEGERS)
+        return token_tiles > 1 and integers and all(self.decoded(0, r).bias > 0 for r in range(2))
+
     @property
     def excess(self) -> float:
         """How far what is summed may be from the code less its zero point, in units of the code."""
         shifted = self.zero is not None or any(self.nothing(r) for r in range(2))
-        away = max(self.decoded(0, r).bias / self.factor(r) for r in range(2))
+        away = max(abs(self.decoded(0, r).bias) / self.factor(r) for r in range(2))
         return away + (1 << self.code.bits) if shifted else 0.0
 
     @property

@@ -20,7 +20,7 @@ from tvm.tirx.script import builder as T
 
 from qdsl.codegen.cuda import store, wgmma_bytes
 from qdsl.codegen.cuda.builder import ptx
-from qdsl.codegen.cuda.correct import WeightStep
+from qdsl.codegen.cuda.correct import TableStep, WeightStep
 from qdsl.codegen.cuda.fragments import load_codes
 from qdsl.codegen.cuda.kernel import Kernel
 from qdsl.codegen.cuda.ring import ROW, Ring
@@ -261,7 +261,7 @@ class Consumer(Warpgroup):
 
     def __init__(self, k: Kernel, stages: Ring):
         super().__init__(k, stages)
-        self.steps = WeightStep(k)
+        self.steps = (TableStep if TableStep.serves(k) else WeightStep)(k)
         self.codes: list = []  # of the k tile that is being multiplied
 
     def fill(self, steps) -> None:

@@ -55,6 +55,7 @@ _INSTRUCTIONS: list[tuple[str, str]] = [
     (r"and\.b32 .*", "{0} = {1} & {2}"),
     (r"prmt\.b32 .*", "{0} = simt::permute({1}, {2}, {3})"),
     (r"fma\.rn\.(b?f16)x2 .*", "{0} = simt::fma2({1}, {2}, {3}, BF(\\1))"),
+    (r"max\.bf16x2 .*", "{0} = simt::extreme2({1}, {2}, true, fmaxf)"),  # of numbers
     (r"cvt\.rn\.(b?f16)x2\.f32 .*", "{0} = simt::pack({1}, {2}, BF(\\1))"),
     (r"cvt\.rn\.f16x2\.(e4m3|e5m2)x2 .*", "{0} = simt::halves_\\1({1})"),
     (r"mov\.b(?:32|64) %0, %1", "{0} = {1}"),
