@@ -20,6 +20,11 @@ from qdsl.scheme import Scheme
 FORMAT = 5
 
 
+ELEMENTS = (
+    "uint8", "int8", "uint16", "int16", "uint32", "int32", "uint64", "int64", "float16", "bfloat16", "float32", "float64",
+)  # fmt: skip
+
+
 @dataclass(frozen=True)
 class Buffer:
     """One weight, activation or output tensor as kernels take it.
@@ -165,7 +170,9 @@ def plain_params(scheme: Scheme) -> dict[str, int | str]:
 
 
 def buffer_from_json(data: Mapping) -> Buffer:
-    """The buffer back from the object that `asdict` and JSON made of it."""
+    """The buffer back from the object that `asdict` and JSON made of it; raises ValueError where it is none."""
+    if data["dtype"] not in ELEMENTS:
+        raise ValueError(f"a buffer of {data['dtype']!r}, which is none of {', '.join(ELEMENTS)}")
     order = Order(**data["order"]) if data["order"] else None
     return Buffer(data["tensor"], data["dtype"], layout_from_json(data["layout"]), order, data["parts"])
 
