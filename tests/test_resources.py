@@ -20,7 +20,6 @@ SYMMETRIC = Weight("bfloat16", 8, None, "float32", None)
 AWKWARD = Weight("float16", 0, "float32", "float32", 16)  # the most bytes of scales and zeros
 INT8 = Weight("bfloat16", 0, None, None, None, dtype("i8"))
 NVFP4 = Weight("bfloat16", 0, None, "e4m3", 16, dtype("e2m1"))
-FIVE = Weight("float16", 0, "u5", "float16", 64, dtype("u5"))
 TABLE = Weight("bfloat16", 0, None, "float16", 48, dtype("u5"), tuple(i / 8 - 1 for i in range(24)))
 E4M3 = ByteWeight(dtype("e4m3"), dtype("e4m3"), "bfloat16", 64, "float32", Shared(128, 64), "float32")
 NIBBLES = ByteWeight(dtype("i8"), dtype("i4"), "bfloat16", 64, "float32")
@@ -39,12 +38,11 @@ TIGHT = {"w256", "w152", "w128_wide", "w128", "w128_split", "w32_wide", "t8_tall
         ("sm_90a", MIXED, 0),
         ("sm_90a", INT8, 0),
         ("sm_90a", NVFP4, 8),
-        ("sm_80", FIVE, 0),
         ("sm_80", TABLE, 0),
         ("sm_90a", E4M3, 64),  # 256 tokens: sums, products and their factors
         ("sm_90a", NIBBLES, 8),
     ],
-    ids=["sm_80", "sm_90a", "symmetric", "mixed", "int8", "nvfp4", "five", "table", "blocks", "nibbles"],
+    ids=["sm_80", "sm_90a", "symmetric", "mixed", "int8", "nvfp4", "table", "blocks", "nibbles"],
 )
 def test_nothing_spills_and_no_wgmma_waits_for_the_compiler(arch, weight, spilled, tmp_path, request):
     """Run with -s to read the registers. ptxas warns where it waits after every wgmma, which costs half the speed."""
