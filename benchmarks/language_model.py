@@ -214,7 +214,7 @@ class Process:
     def __init__(self, name: str, python: str, file: Path, environment: dict[str, str]):
         self.name = name
         self.process = subprocess.Popen(
-            [python, __file__, "--serve", name, "--file", str(file)], text=True, env={**os.environ, **environment},
+            [python, __file__, "--serve", name, str(file)], text=True, env={**os.environ, **environment},
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
         )  # fmt: skip
         hello = self.process.stdout.readline()
@@ -253,19 +253,19 @@ def measured(processes: Sequence[Process], say: Callable[[str], None]) -> None:
 
 
 def main() -> int:
+    from qdsl import cli
+    from qdsl.diagnostic import Error
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--python", default=sys.executable, help="that has llama_cpp")
     parser.add_argument(
         "--llama", type=Path, help="a directory with llama.cpp's libraries, instead of the package's own"
     )
-    parser.add_argument("--threads", default="1,2", help="numbers of them (default 1,2)")
+    parser.add_argument(
+        "--threads", type=cli.tokens, default=(1, 2), metavar="T,…", help="numbers of them (default 1,2)"
+    )
     parser.add_argument("--out", type=Path, help="also write the table here")
-    parser.add_argument("--serve", choices=CONTENDERS, help=argparse.SUPPRESS)
-    parser.add_argument("--file", help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.serve:
-        serve(args.serve, args.file)
-        return 0
 
     sys.path.insert(0, str(EXAMPLES))
     import smollm2
@@ -273,7 +273,10 @@ def main() -> int:
 
     from qdsl.runtime.timing import device_name
 
-    file, lines = smollm2.gguf_file(), []
+    try:
+        file, lines = smollm2.gguf_file(), []
+    except Error as problem:
+        parser.error(str(problem))
 
     def say(line: str) -> None:
         print(line, flush=True)
@@ -289,7 +292,7 @@ def main() -> int:
             say(f"{name} is not there: {process.absent}")
         else:
             processes.append(process)
-    for threads in map(int, args.threads.split(",")):
+    for threads in args.threads:
         say(f"{threads} thread{'s' * (threads > 1)}")
         for process in processes:
             process.ask("threads", threads)
@@ -300,4 +303,7 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    if sys.argv[1:2] == ["--serve"]:  # a process of a peer, whose Python need not have qdsl
+        serve(*sys.argv[2:])
+    else:
+        raise SystemExit(main())

@@ -358,7 +358,8 @@ class QuantLinear(nn.Module):
     def last_step(self, x: torch.Tensor, y: torch.Tensor) -> Callable[[QuantLinear], None]:
         """For benchmarks: `run_into` after x has been quantized, as a call that takes this layer or a copy of it.
 
-        Everything runs once here; the call multiplies what that has left of x, into the same y.
+        Everything runs once here; the call multiplies what that has left of x, into the same y.  The CPU's SIMD kernels
+        quantize x in the same step, which then is all of it.
         """
         self.run_into(x, y)  # says what is wrong with x or y
         names = self._operands[x.dtype]

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 import torch
 
 from qdsl.diagnostic import Error
-from qdsl.expr import Binary, Ref
 from qdsl.order import SOURCE
 from qdsl.runtime.artifact import ALIGNMENT, Kernel, kernel
 from qdsl.scheme import Scheme
@@ -51,9 +50,7 @@ def _input_grad(grad: torch.Tensor, buffers: Sequence[torch.Tensor], k: int, key
     flat = grad.reshape(-1, n)
     if flat.shape[0] == 0:
         return grad.new_zeros((*grad.shape[:-1], k))
-    value = known.scheme.output.value
-    plain = value == Ref("acc") or (isinstance(value, Binary) and value.op == "+" and value.left == Ref("acc"))
-    quick = plain and grad.is_cuda and not known.scheme.activations
+    quick = grad.is_cuda and not known.scheme.activations and in_units_of_the_model(known.scheme) is known.scheme
     part = _weight_through_kernel if quick else _weight_on_host
     out = grad.new_empty((flat.shape[0], k))
     for start, weight in part(known, buffers, n, k, grad):  # weight: columns from `start`, [n, some of k]

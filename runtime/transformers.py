@@ -40,6 +40,7 @@ from qdsl.runtime.linear import QuantLinear
 from qdsl.runtime.op import bent
 from qdsl.runtime.stored import weights_file
 from qdsl.scheme import Scheme
+from qdsl.slope import in_units_of_the_model
 
 OLDEST = "5.12"  # what it calls here, older ones call in other ways
 if Version(transformers.__version__) < Version(OLDEST):
@@ -167,10 +168,11 @@ class QdslQuantizer(HfQuantizer):
                 if reason := bent(own.scheme):
                     raise Error(f"{name}: {own.scheme.bound} has no nn.Linear to become: {reason}; it stays quantized")
         for name, layer in layers.items():
-            dense = nn.Linear(layer.in_features, layer.out_features, layer.bias is not None, "meta", dtype)
+            bias = _float_bias(layer)
+            dense = nn.Linear(layer.in_features, layer.out_features, bias is not None, "meta", dtype)
             dense.weight = nn.Parameter(layer.dequantize(dtype), requires_grad=False)
-            if layer.bias is not None:
-                dense.bias = nn.Parameter(_float_bias(layer).to(dtype), requires_grad=False)
+            if bias is not None:
+                dense.bias = nn.Parameter(bias.to(dtype), requires_grad=False)
             put(model, name, dense)
         return model
 
@@ -201,14 +203,16 @@ class Room(nn.Module):
         self.register_buffer("room", torch.empty(size, dtype=torch.uint8, device="meta"), persistent=False)
 
 
-def _float_bias(layer: QuantLinear | QuantFused) -> torch.Tensor:
-    """What is added to x·Wᵀ: y of zeros where a bias is of integers, which count in units of sums and hold x's zero point."""
+def _float_bias(layer: QuantLinear | QuantFused) -> torch.Tensor | None:
+    """What is added to x·Wᵀ, or None: y of zeros where sums are counted in units of their own, which may hold x's zero point."""
+    parts = parts_of(layer).values()
+    counted = [in_units_of_the_model(part.scheme, part.phase) is not part.scheme for part in parts]
+    if layer.bias is None and not any(counted):
+        return None
     biases = []
-    for part in parts_of(layer).values():
-        if not part.bias.is_floating_point():
-            biases.append(part(torch.zeros(part.in_features, dtype=part.dtype, device=part.device)))
-        else:
-            biases.append(part.bias)
+    for part, own in zip(parts, counted, strict=True):
+        zero = torch.zeros(part.in_features, dtype=part.dtype, device=part.device)
+        biases.append(part(zero) if own or part.bias is None else part.bias)
     return torch.cat(biases)
 
 
