@@ -344,8 +344,7 @@ def _simd_variants(simd: Blocked, before: Sequence[Step], args: tuple[str, ...])
     names = ["rows", "panel"]
     if simd.tiles:
         few = 1 if simd.unit == "bf16" and simd.planes == 1 else 4
-        # Codes of 8 bits take many instructions to convert: tiles of them are made while memory works.
-        names = ["tiles"] if simd.decode == "number" else ["rows", "tiles"]
+        names = ["rows", "tiles"]
     last = names[-1]
     # In `rows`, how many sums a token's has depends on how many tokens there are; whole numbers do not mind.
     orders = {name: None if name == "rows" and not simd.whole else f"{simd.unit} in {name}" for name in names}

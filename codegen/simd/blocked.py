@@ -83,6 +83,11 @@ class Blocked:
         return math.gcd(self.step, most) if self.step else most
 
     @property
+    def floats(self) -> bool:
+        """Whether vectors multiply float32 instead, where the unit multiplies tiles."""
+        return self.tiles and self.unit == "bf16" and (self.planes > 1 or self.decode == "number")
+
+    @property
     def flips(self) -> bool:
         """Whether operands are codes with their top bit the other way round."""
         return self.decode == "shift" and self.values[0] != 0

@@ -296,6 +296,11 @@ def dot(sums: tirx.Expr, weights: tirx.Expr, at: tirx.Expr) -> tirx.Expr:
     return T.call_extern(kind, _named("dot"), sums, weights, at)
 
 
+def multiply_add(a: tirx.Expr, b: tirx.Expr, c: tirx.Expr) -> tirx.Expr:
+    """a * b + c, rounded once."""
+    return T.fma(a, b, c)
+
+
 def look_up(table: tirx.Expr, at: tirx.Expr) -> tirx.Expr:
     """Entries of a table that is one vector."""
     return T.call_pure_extern(INT, _named("look_up"), table, at)

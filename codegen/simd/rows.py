@@ -19,9 +19,6 @@ from qdsl.codegen.simd.state import HALVES, State, ceil_div, div, for_features, 
 from qdsl.codegen.tir import f32, i64
 
 AHEAD = 64  # words of a lane that are asked for before they are needed: 8 KiB
-AHEAD_OF_FLOATS = (
-    24  # where float32 are multiplied, which takes longest: 15 % less time than with 64, the others 2 to 8 % more
-)
 CHAINS = 8  # sums that hide the latency of a product
 
 
@@ -64,24 +61,21 @@ def _few(s: State, block: tirx.Expr, row: tirx.Expr, count: int, entries: tirx.B
     def work(first: tirx.Expr, count_of_words: int) -> None:
         for w in range(count_of_words):
             i = first + i64(w)
-            ahead = i64(AHEAD_OF_FLOATS if s.floats else AHEAD)
-            for u in range(HALVES):
-                primitives.prefetch(T.address_of(weights[block, i + ahead, i64(u * LANES)]))
-            read = [T.bind(weights[block, i, ramp(u * LANES)]) for u in range(HALVES)]
-            operands = decode.floats if s.floats else decode.operands
-            vectors = [[T.bind(v) for v in operands(b, code, held, entries)] for held in read]
-            for q in range(b.inputs // s.depth):
-                at = i * i64(b.inputs) + i64(q * s.depth)
-                for r in range(rows):
-                    held = part[r][(w * b.inputs // s.depth + q) % chains]
-                    for u in range(HALVES):
-                        value = held[ramp(u * LANES)]
+            for u in range(HALVES):  # one after the other: lines that are asked for together wait for each other
+                primitives.prefetch(T.address_of(weights[block, i + i64(AHEAD), i64(u * LANES)]))
+                held = T.bind(weights[block, i, ramp(u * LANES)])
+                operands = (decode.floats if s.floats else decode.operands)(b, code, held, entries)
+                for q, vector in enumerate(T.bind(v) for v in operands):
+                    at = i * i64(b.inputs) + i64(q * s.depth)
+                    for r in range(rows):
+                        sums = part[r][(w * b.inputs // s.depth + q) % chains]
+                        value = sums[ramp(u * LANES)]
                         if r == count:
-                            value = primitives.dot(value, vectors[u][q], s.one(at))
+                            value = primitives.dot(value, vector, s.one(at))
                         else:
                             for plane in range(s.planes):
-                                value = primitives.dot(value, vectors[u][q], s.operand(row + i64(r), plane, at))
-                        store(held, value, ramp(u * LANES))
+                                value = primitives.dot(value, vector, s.operand(row + i64(r), plane, at))
+                        store(sums, value, ramp(u * LANES))
 
     def sum_of(r: int, v: tirx.Expr) -> tirx.Expr:
         total = part[r][0][v]
