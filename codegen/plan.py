@@ -343,7 +343,7 @@ def _simd_variants(simd: Blocked, before: Sequence[Step], args: tuple[str, ...])
     few = 8
     names = ["rows", "panel"]
     if simd.tiles:
-        few = 1 if simd.unit == "bf16" and simd.planes == 1 else 4
+        few = 4 if simd.unit != "bf16" or simd.planes > 1 else 2 if simd.floats else 1
         names = ["rows", "tiles"]
     last = names[-1]
     # In `rows`, how many sums a token's has depends on how many tokens there are; whole numbers do not mind.
