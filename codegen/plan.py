@@ -350,7 +350,8 @@ def _simd_variants(simd: Blocked, before: Sequence[Step], args: tuple[str, ...])
     orders = {name: None if name == "rows" and not simd.whole else f"{simd.unit} in {name}" for name in names}
     free = [*(((few, "rows"),) if "rows" in names else ()), (None, last)]
     if simd.folds:
-        free[-1:] = [(2 * LANES, last), (None, "folded")]
+        # What takes long to decode takes longer to finish.
+        free[-1:] = [((8 if simd.decode == "number" else 2) * LANES, last), (None, "folded")]
         orders["folded"] = f"{simd.unit} in finished tiles"
     variants = tuple(
         Variant(name, (*before, Step(f"linear_{name}", args)), order=order) for name, order in orders.items()
@@ -563,7 +564,7 @@ def _buffer(
     if loop and t.name in loop.grouped:
         layout = _grouped_layout(t, scheme, loop)
     elif simd and t.index and t.index[0] == Var("n") and t.role not in ("bias", "residual"):
-        layout = blocked_codes(simd.bits, simd.depth) if t == scheme.code else _vector_rows(t, FEATURES)
+        layout = blocked_codes(simd.bits, simd.beside) if t == scheme.code else _vector_rows(t, FEATURES)
     else:
         tile = loop is not None or (target.kind == "cuda" and scheme.code.dtype.bits == 4)
         looked_up = loop is not None and bool(loop.table)

@@ -47,6 +47,7 @@ class Blocked:
     tiles    whether the unit also multiplies tiles of 16 by 16
     direct   whether these are loaded from the codes themselves, which are bytes; signed ones meet a signed x
     folds    whether tiles may hold finished weights, rounded to bfloat16: its scheme rounds them so, or not at all
+    small_floats  whether codes are floats of 8 bits that float16 holds, but for a power of two
     """
 
     code: str
@@ -61,10 +62,23 @@ class Blocked:
     tiles: bool
     direct: bool
     folds: bool
+    small_floats: bool
 
     @property
     def depth(self) -> int:
         return DEPTH[self.unit]
+
+    @property
+    def beside(self) -> int:
+        """Inputs whose codes lie an equal part of a word apart: those of an operand, or pairs of small floats, which become
+        float16 two at a time."""
+        return max(self.depth, 2) if self.small_floats else self.depth
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The bits of a word that codes begin at, by rising k."""
+        parts = range(0, 32, 32 // self.beside)
+        return tuple(part + q * self.bits for q in range(self.inputs // self.beside) for part in parts)
 
     @property
     def inputs(self) -> int:
@@ -144,13 +158,21 @@ def blocked(
     found = tuple(float(v) for v in values + offset)
     view = Blocked(
         code.name, bits, unit, planes if unit == "bf16" else 1, decode, found, offset, zero or None, step,
-        False, False, False,
+        False, False, False, decode == "number" and not found[0] and _halves(code.dtype),
     )  # fmt: skip
     if "amx" not in target.units or unit not in ("bf16", "u8") or view.tile_inputs % max(view.inputs, LANES):
         return view
     of_groups = any(e is not None for e in (x.fold, x.promote, x.correction))
     folds = unit == "bf16" and bool(step) and scheme.compute.operand == dtype("bf16") and not of_groups
     return replace(view, tiles=True, direct=unit == "u8" and bits == 8 and x.correction is None, folds=folds)
+
+
+def _halves(code: DType) -> bool:
+    """Whether the fields of floats of 8 bits are those of float16, but for the exponent's bias and, of its bits, leading ones;
+    a code that alone is none may be another number there."""
+    return code.is_float and code.signed and code.bits == 8 and code.exponent <= 5 and (
+        code.special != "ieee" or code.exponent == 5
+    )
 
 
 def _numbers(code: DType, values: np.ndarray) -> bool:
@@ -170,12 +192,12 @@ def _all_fit(values: np.ndarray, kind: DType) -> bool:
     return bool(np.array_equal(kind.round(values), values, equal_nan=True))
 
 
-def codes(bits: int, depth: int) -> Layout:
+def codes(bits: int, beside: int) -> Layout:
     """Words of a lane (feature u, v) with the codes of 32 / bits inputs: those of one operand (p) a part of the word apart,
     so that a shift and a mask, or a look-up, make the operands q of all lanes at once."""
-    operands = 32 // (bits * depth)
+    operands = 32 // (bits * beside)
     dims = (
         (Digit("o"), Digit("u", 2), Digit("v", LANES)),
-        (Digit("i"), Digit("q", operands), Digit("p", depth)),
+        (Digit("i"), Digit("q", operands), Digit("p", beside)),
     )
     return Layout(dims, (Axis(("o",)), Axis(("i",)), Axis(("u", "v"), (Run((Lane("p"), Lane("q"))),))), bits, 32)

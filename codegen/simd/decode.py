@@ -40,8 +40,41 @@ def floats(b: Blocked, code: DType, words: tirx.Expr, entries: tirx.Buffer | Non
             return primitives.bits(_number(b, code, words, at))
         return primitives.look_up(entries[_whole()], primitives.bits(_shifted(words, at)))
 
-    part = 32 // b.depth
-    return [value(q * b.bits + p * part) for q in range(b.inputs // b.depth) for p in range(b.depth)]
+    return [value(at) for at in b.places]
+
+
+def pairs(code: DType, words: tirx.Expr) -> list[list[tirx.Expr]]:
+    """Small floats as float32 in pairs of inputs, by rising k: those of the lower and of the upper half of the features, whose
+    two inputs are neighbouring lanes.  `lift` is left to multiply them by."""
+    narrow = 5 - code.exponent  # bits of the exponent that float16 has more
+    kept = (0x8000 | 0x7F00 >> narrow) - (1 << 16)
+
+    def half(value: int) -> tirx.Expr:
+        return tirx.Broadcast(tirx.const(value, "int16"), 2 * LANES)
+
+    def both(upper_bytes: tirx.Expr) -> list[tirx.Expr]:
+        moved = upper_bytes >> half(narrow) if narrow else upper_bytes
+        return [primitives.of_halves(primitives.bits(moved & half(kept)), upper) for upper in (False, True)]
+
+    halves = T.reinterpret(f"int16x{2 * LANES}", words)
+    return [both(halves << half(8)), both(halves)]
+
+
+def lift(code: DType) -> float:
+    """By what float16 has a small float too small, subnormal ones too: the difference of the biases."""
+    return 2.0 ** (15 - code.bias)
+
+
+def largest(found: tirx.Expr, words: tirx.Expr) -> tirx.Expr:
+    """The largest magnitude so far of each byte of a vector's codes."""
+    bytes_ = (T.reinterpret(f"uint8x{4 * LANES}", v) for v in (found, words & _u(0x7F7F7F7F)))
+    return T.reinterpret("uint32x16", T.max(*bytes_))
+
+
+def spoiled(found: tirx.Expr, value: tirx.Expr) -> tirx.Expr:
+    """value, but NaN where the largest magnitude of a lane's codes is that of the one that is no number."""
+    nan = splat(tirx.const(float("nan"), "float32"))
+    return tirx.Select(((found + _u(0x01010101)) & _u(0x80808080)) != _u(0), nan, value)
 
 
 def finished(
@@ -99,7 +132,7 @@ def operands(b: Blocked, code: DType, words: tirx.Expr, entries: tirx.Buffer | N
     found = []
     for q in range(count):
         if b.depth == 1:
-            found.append(primitives.bits(_number(b, code, words, q * b.bits)))
+            found.append(primitives.bits(_number(b, code, words, b.places[q])))
         else:  # a bfloat16 is the upper half of the float32
             even, odd = (T.reinterpret("uint32x16", _number(b, code, words, q * b.bits + p * 16)) for p in (0, 1))
             found.append(primitives.bits((even >> _u(16)) | (odd & _u(0xFFFF0000))))

@@ -48,13 +48,17 @@ def block_of(s: State, block: tirx.Expr) -> None:
 
 def _few(s: State, block: tirx.Expr, row: tirx.Expr, count: int, entries: tirx.Buffer | None) -> None:
     """y of `count` tokens from `row` on."""
-    b, k = s.blocked, s.own.sizes["k"]
+    b, k, code = s.blocked, s.own.sizes["k"], s.plan.scheme.code.dtype
     rows = count + s.weighed  # and one that is all ones
-    chains = max(1, CHAINS // (rows * HALVES))
-    words = max(1, chains * s.depth // b.inputs)  # that are worked on at once
+    vectors = 2 if s.pairs else 1  # of sums, for a vector of features
+    chains = max(1, CHAINS // (rows * HALVES * vectors))
+    depth = s.depth * vectors
+    words = max(1, chains * depth // b.inputs)  # that are worked on at once
     acc = [local((FEATURES,), "float32") for _ in range(count)]
-    part = [[local((FEATURES,), s.kind) for _ in range(chains)] for _ in range(rows)]
-    weights, code, zero = s.own.buffers[b.code], s.plan.scheme.code.dtype, tirx.const(0, s.kind)
+    part = [[local((FEATURES * vectors,), s.kind) for _ in range(chains)] for _ in range(rows)]
+    spoils = s.pairs and code.special == "nan"
+    seen = local((FEATURES,), "uint32") if spoils else None  # the largest magnitudes of codes
+    weights, zero = s.own.buffers[b.code], tirx.const(0, s.kind)
     for held in acc:
         for_features(lambda v, held=held: store(held, f32(0), v))
 
@@ -64,18 +68,28 @@ def _few(s: State, block: tirx.Expr, row: tirx.Expr, count: int, entries: tirx.B
             for u in range(HALVES):  # one after the other: lines that are asked for together wait for each other
                 primitives.prefetch(T.address_of(weights[block, i + i64(AHEAD), i64(u * LANES)]))
                 held = T.bind(weights[block, i, ramp(u * LANES)])
-                operands = (decode.floats if s.floats else decode.operands)(b, code, held, entries)
-                for q, vector in enumerate(T.bind(v) for v in operands):
-                    at = i * i64(b.inputs) + i64(q * s.depth)
-                    for r in range(rows):
-                        sums = part[r][(w * b.inputs // s.depth + q) % chains]
-                        value = sums[ramp(u * LANES)]
-                        if r == count:
-                            value = primitives.dot(value, vector, s.one(at))
-                        else:
-                            for plane in range(s.planes):
-                                value = primitives.dot(value, vector, s.operand(row + i64(r), plane, at))
-                        store(sums, value, ramp(u * LANES))
+                if seen is not None:
+                    store(seen, decode.largest(seen[ramp(u * LANES)], held), ramp(u * LANES))
+                for q, some in enumerate(decoded(held)):
+                    at = i * i64(b.inputs) + i64(q * depth)
+                    for j, vector in enumerate(T.bind(v) for v in some):
+                        for r in range(rows):
+                            sums = part[r][(w * b.inputs // depth + q) % chains]
+                            to = ramp((u * vectors + j) * LANES)
+                            store(sums, product(sums[to], vector, r, at), to)
+
+    def decoded(held: tirx.Expr) -> list[list[tirx.Expr]]:
+        if s.pairs:
+            return decode.pairs(code, held)
+        return [[v] for v in (decode.floats if s.floats else decode.operands)(b, code, held, entries)]
+
+    def product(value: tirx.Expr, vector: tirx.Expr, r: int, at: tirx.Expr) -> tirx.Expr:
+        dot = primitives.dot_pairs if s.pairs else primitives.dot
+        if r == count:
+            return dot(value, vector, s.one(at))
+        for plane in range(s.planes):
+            value = dot(value, vector, s.operand(row + i64(r), plane, at))
+        return value
 
     def sum_of(r: int, v: tirx.Expr) -> tirx.Expr:
         total = part[r][0][v]
@@ -83,11 +97,25 @@ def _few(s: State, block: tirx.Expr, row: tirx.Expr, count: int, entries: tirx.B
             total = total + held[v]
         return total
 
+    def joined(r: int) -> tirx.Buffer:
+        """A token's sums, of pairs."""
+        total = local((FEATURES,), s.kind)
+        for u in range(HALVES):
+            value = primitives.sum_pairs(*(sum_of(r, ramp((u * 2 + j) * LANES)) for j in (0, 1)))
+            value = value * primitives.splat(tirx.const(decode.lift(code), s.kind))
+            value = value if seen is None else decode.spoiled(seen[ramp(u * LANES)], value)
+            store(total, value, ramp(u * LANES))
+        return total
+
     with T.serial(i64(0), s.groups) as g:
         start = T.bind(g * s.step)
         end = T.bind(T.min(start + s.step, k))
         for held in (p for own in part for p in own):
-            for_features(lambda v, held=held: store(held, zero, v))
+            for j in range(HALVES * vectors):
+                store(held, primitives.splat(zero), ramp(j * LANES))
+        if seen is not None:
+            for u in range(HALVES):
+                store(seen, primitives.splat(tirx.const(0, "uint32")), ramp(u * LANES))
         first, last = T.bind(div(start, i64(b.inputs))), T.bind(ceil_div(end, b.inputs))
         several = T.bind(div(last - first, i64(words)))
         with T.serial(i64(0), several) as i:
@@ -95,9 +123,14 @@ def _few(s: State, block: tirx.Expr, row: tirx.Expr, count: int, entries: tirx.B
         if words > 1:
             with T.serial(first + several * i64(words), last) as i:
                 work(i, 1)
-        group = Group(s, block, start, end, (lambda v: sum_of(count, v)) if s.weighed else None)
+        totals = [joined(r) for r in range(rows)] if s.pairs else None
+
+        def total(r: int, v: tirx.Expr, totals=totals) -> tirx.Expr:
+            return sum_of(r, v) if totals is None else totals[r][v]
+
+        group = Group(s, block, start, end, (lambda v: total(count, v)) if s.weighed else None)
         for r in range(count):
-            group.promote(row + i64(r), g, lambda v, r=r: sum_of(r, v), acc[r])
+            group.promote(row + i64(r), g, lambda v, r=r: total(r, v), acc[r])
     for r in range(count):
         with T.If(row + i64(r) < s.own.sizes["m"]), T.Then():
             output(s, row + i64(r), block, lambda v, r=r: acc[r][v])

@@ -76,6 +76,11 @@ class State:
         return 1 if self.floats else self.blocked.depth
 
     @property
+    def pairs(self) -> bool:
+        """Whether two inputs' products lie in neighbouring lanes: those of small floats."""
+        return self.unit == "f32" and self.blocked.small_floats
+
+    @property
     def planes(self) -> int:
         return 1 if self.floats else self.blocked.planes
 
