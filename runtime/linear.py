@@ -57,7 +57,7 @@ from qdsl.runtime.resolve import (
 from qdsl.runtime.state import EXTRA, Tag, tag
 from qdsl.runtime.weight import quantized
 from qdsl.scheme import Binding, Scheme, Storage, Tensor
-from qdsl.slope import in_units_of_the_model
+from qdsl.slope import in_units_of_the_model, with_own_scales
 
 
 class QuantLinear(nn.Module):
@@ -558,12 +558,12 @@ class QuantLinear(nn.Module):
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The model's weight [N, K] on the layer's device: exact in float64, or rounded once from that to `dtype`.
 
-        Where the scheme counts x or y in units of its own, as of codes, these are in it.
+        Where the scheme counts x or y in units of its own, as of codes, these are in it (`qdsl.slope`).
         """
         if not self._loaded:
             raise Error("there is nothing to dequantize: the layer has no weights yet")
         n, k, scheme = self.out_features, self.in_features, in_units_of_the_model(self.scheme, self.phase)
-        given = weight.patterns(scheme, self._buffers, self._held, n, k)
+        given = with_own_scales(scheme, weight.patterns(scheme, self._buffers, self._held, n, k))
         if dtype is None or dtype == torch.float64:
             return torch.from_numpy(weight.decoded(scheme, given, n, k)).to(self.device)
         kind = repack.format_of(dtype)
