@@ -70,7 +70,8 @@ def test_tiles_hold_bytes_as_they_lie_and_finished_weights():
     assert not view("w8a8_dynamic_asym", "sapphirerapids").direct, "sums of weights are made of operands"
     assert variants("awq4", "sapphirerapids", act="bf16") == ["rows", "tiles", "folded"]
     assert variants("awq4", "sapphirerapids", act="f16") == ["rows", "tiles"], "bfloat16 would round its weights twice"
-    assert variants("w8a16", "sapphirerapids") == ["tiles"], "bytes take long to convert"
+    assert variants("w8a16", "sapphirerapids") == ["rows", "tiles"]
+    assert variants("w8a16_group", "sapphirerapids") == ["rows", "tiles", "folded"]
     assert variants("w8a8_dynamic", "cascadelake") == ["rows", "panel"]
 
 
@@ -162,6 +163,37 @@ def test_one_hot_x_gives_the_weight(act):
         y = torch.empty(512, 64, dtype=layer.dtype)
         layer.run_into(x, y, variant)
         assert torch.equal(y, expected), variant
+
+
+@pytest.mark.parametrize("level", [HERE, "x86-64-v3"])
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [("w8a16", {}), ("fp8a16_channel", {"fmt": "e4m3"}), ("fp8a16_channel", {"fmt": "e5m2"}), ("fp8a16_channel", {"fmt": "e3m4"})],
+)  # fmt: skip
+def test_every_byte_is_what_its_format_says(name, params, level, monkeypatch):
+    """Subnormal numbers and zeros of both signs, exactly; a feature that has a code of no number is none, and no other is."""
+    monkeypatch.setenv("QDSL_CPU_LEVEL", level)
+    cpu_levels.cache_clear()
+    try:
+        layer = QuantLinear(qdsl.load(name, **params, act="f32"), 256, 70)
+        code = layer.scheme.code.dtype
+        values = code.decode(np.arange(256))
+        q = (np.arange(256) + 37 * np.arange(70)[:, None]) % 256
+        q[~np.isfinite(values[q])] = 0
+        none = np.flatnonzero(np.isnan(values))
+        spoiled = np.arange(70) % 3 == 1 if len(none) else np.zeros(70, bool)
+        for n in np.flatnonzero(spoiled):
+            q[n, 5 * n % 256] = none[n % len(none)]
+        patterns = {"q": q.astype(np.uint8), "s": np.full(70, np.float32(1).view(np.uint32))}
+        layer.set_patterns(patterns)
+        expected = torch.from_numpy(np.where(spoiled, np.nan, values[q].T)).float()
+        for variant in layer.kernel.variants(256):
+            for rows in (slice(0, 256), slice(130, 131), slice(7, 9)):
+                y = torch.empty(len(expected[rows]), 70)
+                layer.run_into(torch.eye(256)[rows].contiguous(), y, variant)
+                torch.testing.assert_close(y, expected[rows], rtol=0, atol=0, equal_nan=True)
+    finally:
+        cpu_levels.cache_clear()
 
 
 @pytest.mark.parametrize(("name", "params"), [("awq4", {"act": "f32"}), ("awq4", {"act": "bf16"}), ("nf4", {})])

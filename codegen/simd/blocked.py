@@ -170,8 +170,12 @@ def blocked(
 def _halves(code: DType) -> bool:
     """Whether the fields of floats of 8 bits are those of float16, but for the exponent's bias and, of its bits, leading ones;
     a code that alone is none may be another number there."""
-    return code.is_float and code.signed and code.bits == 8 and code.exponent <= 5 and (
-        code.special != "ieee" or code.exponent == 5
+    return (
+        code.is_float
+        and code.signed
+        and code.bits == 8
+        and code.exponent <= 5
+        and (code.special != "ieee" or code.exponent == 5)
     )
 
 

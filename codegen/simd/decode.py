@@ -168,7 +168,9 @@ def _byte(code: DType, words: tirx.Expr, at: int, less: int) -> tirx.Expr:
     which that power is taken.  A processor does more such instructions at once than shifts and conversions."""
     place, signed = at % 16, code.kind == "int"
     lifted = (_shifted(words, at - place) & _u(0xFF << place)) ^ _u(0x4B000000 | (signed << (place + 7)))
-    above = (1 << 23) + (((128 if signed else 0) + less) << place)  # a signed code lies 128 above itself, its top bit flipped
+    above = (1 << 23) + (
+        ((128 if signed else 0) + less) << place
+    )  # a signed code lies 128 above itself, its top bit flipped
     value = T.reinterpret(primitives.FLOAT, lifted)
     scale, off = (splat(tirx.const(v, "float32")) for v in (2.0**-place, -above * 2.0**-place))
     return primitives.multiply_add(value, scale, off) if place else value + off
