@@ -52,14 +52,12 @@ def few(s: State, block: tirx.Expr) -> None:
         _zero(halves)
         with T.serial(i64(0), count + i64(1)) as i:  # one is made while the one before it is multiplied
             with T.If(i < count), T.Then():
-                if b.direct:
-                    soon = first + i + i64(AHEAD * b.inputs // at_once)
-                    _ask(s, block, soon, i64(0), i64(1), primitives.prefetch_near)
                 _make(s, block, first + i, operands, T.bitwise_and(i, i64(1)), entries, ask=True)
             with T.If(i > i64(0)), T.Then():
                 before = T.bitwise_and(i - i64(1), i64(1))
                 _weigh(s, ones, operands, before, first + i - i64(1))
-                _multiply(s, block, operands, before, first + i - i64(1), i64(0), halves)
+                soon = first + i + i64(AHEAD * b.inputs // at_once - 1) if b.direct else None
+                _multiply(s, block, operands, before, first + i - i64(1), i64(0), halves, soon)
         _move("store", part, halves, i64(0))
         group = Group(s, block, start, end, (lambda v: ones[v]) if s.weighed else None)
         with T.serial(i64(0), m) as r:
@@ -238,20 +236,33 @@ def _move(what: str, part: tirx.Buffer, halves: int, *place) -> None:
         primitives.call(f"tile_{what}_{t}", at, ROW)
 
 
-def _multiply(s: State, block, operands, at, tile, pair, halves: int) -> None:
-    """sums += the products of one or both tiles of a pair of tokens' with two of weights."""
+def _multiply(s: State, block, operands, at, tile, pair, halves: int, soon: tirx.Expr | None = None) -> None:
+    """sums += the products of one or both tiles of a pair of tokens' with two of weights.
+
+    soon   a tile whose words are asked for meanwhile, some with each instruction: those asked for together wait for each other
+    """
     b = s.blocked
+    steps = HALVES + b.planes * 3 * halves
+    asked = iter(range(steps))
+
+    def ask() -> None:
+        if soon is not None:
+            _ask(s, block, soon, i64(next(asked)), i64(steps), primitives.prefetch_near)
+
     for u in range(HALVES):
         place, line = operands[at, i64(u), i64(0), i64(0)], LANES
         if b.direct:
             place, line = s.own.buffers[b.code][block, tile * i64(b.tile_inputs // b.inputs), i64(u * LANES)], FEATURES
         primitives.call(f"tile_load_{6 + u}", T.address_of(place), i64(line * 4))
+        ask()
     for plane in range(b.planes):
         for half in range(halves):
             place = T.address_of(s.x[pair, tile, i64(plane), i64(half), i64(0), i64(0)])
             primitives.call(f"tile_load_{4 + half}", place, i64(b.tile_inputs * 4 // b.depth))
+            ask()
         for t in range(2 * halves):
             primitives.call(f"tile_product_{t}")
+            ask()
 
 
 def _ask(s: State, block, tile, part: tirx.Expr, parts: tirx.Expr, prefetch=primitives.prefetch) -> None:
