@@ -348,7 +348,7 @@ def _simd_variants(simd: Blocked, before: Sequence[Step], args: tuple[str, ...])
     last = names[-1]
     # In `rows`, how many sums a token's has depends on how many tokens there are; whole numbers do not mind.
     orders = {name: None if name == "rows" and not simd.whole else f"{simd.unit} in {name}" for name in names}
-    free = [*(((few, "rows"),) if "rows" in names else ()), (None, last)]
+    free = [(few, "rows"), (None, last)]
     if simd.folds:
         # What takes long to decode takes longer to finish.
         free[-1:] = [((8 if simd.decode == "number" else 2) * LANES, last), (None, "folded")]

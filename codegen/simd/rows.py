@@ -2,8 +2,8 @@
 
 The weight is read once, in one stream, for every such few tokens.  Sums are kept apart by the operand of a word that they come
 from, while there are registers for it: one sum alone would wait for the latency of every product.  Where tiles multiply
-bfloat16, on Intel's processors, and x has several planes, vectors of float32 are multiplied instead: there they are twice as
-fast as vectors of bfloat16.
+bfloat16, on Intel's processors, and x has several planes or codes are bytes, vectors of float32 are multiplied instead: there
+they are twice as fast as vectors of bfloat16.
 """
 
 from __future__ import annotations
