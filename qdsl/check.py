@@ -374,7 +374,7 @@ class _Checker:
     # ---- the multiplier -----------------------------------------------------------------------------------------
     def compute(self, scheme: Scheme, block: ast.Compute) -> None:
         """Every operand's equation can meet the multiplier that the compute block names."""
-        if scheme.compute.operand.kind == "index" or scheme.compute.accumulator.bits < 16:
+        if scheme.compute.operand.kind == "index" or scheme.compute.accumulator.name not in ("i32", "f16", "bf16", "f32"):
             self.reports.report(
                 "bad-type",
                 "compute needs an operand type and a wide accumulator",

@@ -30,7 +30,7 @@ def _linear(plan: Plan, name: str, args: tuple[str, ...]) -> tirx.PrimFunc:
     by_tiles = folds or name == "linear_tiles"
     with open_function(plan, name, args) as (builder, own):
         width = 512 if "avx512" in plan.target.units else 256
-        s = State(plan, b, own, by_tiles, name == "linear_rows" and b.tiles and b.planes > 1, folds)
+        s = State(plan, b, own, by_tiles, name == "linear_rows" and b.tiles and b.planes > 1 and not b.whole, folds)
         pairs = code if decode.pairs_of_floats(b, code) and not s.floats else None
         rows_of_b = b.tile_inputs // b.depth if by_tiles else None
         with primitives.imported(s.unit, width, b.decode == "look up", rows_of_b, pairs, b.direct and b.flips):

@@ -53,10 +53,10 @@ def _few(s: State, block: tirx.Expr, row: tirx.Expr, count: int, entries: tirx.B
     """y of `count` tokens from `row` on."""
     b, k = s.blocked, s.own.sizes["k"]
     rows = count + s.weighed  # and one that is all ones
-    chains = max(1, CHAINS // (rows * HALVES))
+    chains = max(1, CHAINS // (rows * b.apart * HALVES))
     words = max(1, chains * s.depth // b.inputs)  # that are worked on at once
     acc = [local((FEATURES,), "float32") for _ in range(count)]
-    part = [[local((FEATURES,), s.kind) for _ in range(chains)] for _ in range(rows)]
+    part = [[[local((FEATURES,), s.kind) for _ in range(chains)] for _ in range(b.apart)] for _ in range(rows)]
     weights, code, zero = s.own.buffers[b.code], s.plan.scheme.code.dtype, tirx.const(0, s.kind)
     for held in acc:
         for_features(lambda v, held=held: store(held, f32(0), v))
@@ -73,26 +73,26 @@ def _few(s: State, block: tirx.Expr, row: tirx.Expr, count: int, entries: tirx.B
             for q in range(b.inputs // s.depth):
                 at = i * i64(b.inputs) + i64(q * s.depth)
                 for r in range(rows):
-                    held = part[r][(w * b.inputs // s.depth + q) % chains]
-                    for u in range(HALVES):
-                        value = held[ramp(u * LANES)]
-                        if r == count:
-                            value = primitives.dot(value, vectors[u][q], s.one(at))
-                        else:
-                            for plane in range(s.planes):
-                                value = primitives.dot(value, vectors[u][q], s.operand(row + i64(r), plane, at))
-                        store(held, value, ramp(u * LANES))
+                    for plane in range(1 if r == count else s.planes):
+                        held = part[r][plane % b.apart][(w * b.inputs // s.depth + q) % chains]
+                        at_x = s.one(at) if r == count else s.operand(row + i64(r), plane, at)
+                        for u in range(HALVES):
+                            value = primitives.dot(held[ramp(u * LANES)], vectors[u][q], at_x)
+                            store(held, value, ramp(u * LANES))
 
     def sum_of(r: int, v: tirx.Expr) -> tirx.Expr:
-        total = part[r][0][v]
-        for held in part[r][1:]:
-            total = total + held[v]
-        return total
+        planes = []
+        for own in part[r][: 1 if r == count else b.apart]:
+            total = own[0][v]
+            for held in own[1:]:
+                total = total + held[v]
+            planes.append(total)
+        return s.joined(planes)
 
     with T.serial(i64(0), s.groups) as g:
         start = T.bind(g * s.step)
         end = T.bind(T.min(start + s.step, k))
-        for held in (p for own in part for p in own):
+        for held in (held for planes in part for own in planes for held in own):
             for_features(lambda v, held=held: store(held, zero, v))
         first, last = T.bind(div(start, i64(b.inputs))), T.bind(ceil_div(end, b.inputs))
         several = T.bind(div(last - first, i64(words)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -104,6 +104,13 @@ class State:
     def weighed(self) -> bool:
         """Whether sums of weights are needed."""
         return self.plan.activation.correction is not None
+
+    def joined(self, planes: Sequence[tirx.Expr]) -> tirx.Expr:
+        """A whole number of its planes, or a sum of their sums; it is right if it fits 32 bits, whatever these do."""
+        value = planes[0]
+        for plane in planes[1:]:
+            value = value * tirx.const(256, self.kind) + plane
+        return value
 
     @property
     def step(self) -> tirx.Expr:

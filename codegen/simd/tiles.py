@@ -6,6 +6,8 @@ are multiplied; with more tokens, many are made first, a panel, which all tokens
     tiles 0-3   sums: tokens t / 2, features t % 2
     tiles 4, 5  tokens
     tiles 6, 7  features
+
+Where the sums of x's planes are kept apart, two tiles of tokens are two planes of one.
 """
 
 from __future__ import annotations
@@ -18,8 +20,8 @@ from tvm.tirx.script import builder as T
 from qdsl.codegen.function import store
 from qdsl.codegen.simd import decode, primitives
 from qdsl.codegen.simd.blocked import FEATURES, LANES
-from qdsl.codegen.simd.finish import Group, output
-from qdsl.codegen.simd.state import HALVES, State, ceil_div, div, for_features, local, ramp
+from qdsl.codegen.simd.finish import Group, Of, output
+from qdsl.codegen.simd.state import HALVES, State, ceil_div, div, for_features, local, mod, ramp
 from qdsl.codegen.tir import f32, i64
 
 AHEAD = 64  # words of a lane that are asked for before they are needed: 8 KiB
@@ -33,10 +35,10 @@ def few(s: State, block: tirx.Expr) -> None:
     """y for the features of a block, of up to 16 tokens."""
     b, k = s.blocked, s.own.sizes["k"]
     entries, m = decode.table(b), s.own.sizes["m"]
-    at_once, tokens, halves = b.tile_inputs, LANES, 1
+    at_once, tokens = b.tile_inputs, LANES
     operands = T.alloc_buffer((2, HALVES, at_once // b.depth, LANES), "int32", scope="global")
     acc = T.alloc_buffer((tokens, FEATURES), "float32", scope="global")
-    part = T.alloc_buffer((tokens, FEATURES), s.kind, scope="global")
+    part = T.alloc_buffer((b.apart * tokens, FEATURES), s.kind, scope="global")
     ones = local((FEATURES,), s.kind) if s.weighed else None
     with T.serial(i64(0), m) as r:
         for_features(lambda v: store(acc, f32(0), r, v))
@@ -49,7 +51,7 @@ def few(s: State, block: tirx.Expr) -> None:
         count = T.bind(ceil_div(end - start, at_once))
         if ones is not None:
             for_features(lambda v: store(ones, tirx.const(0, s.kind), v))
-        _zero(halves)
+        _zero(b.apart)
         with T.serial(i64(0), count + i64(1)) as i:  # one is made while the one before it is multiplied
             with T.If(i < count), T.Then():
                 if b.direct:
@@ -59,11 +61,11 @@ def few(s: State, block: tirx.Expr) -> None:
             with T.If(i > i64(0)), T.Then():
                 before = T.bitwise_and(i - i64(1), i64(1))
                 _weigh(s, ones, operands, before, first + i - i64(1))
-                _multiply(s, block, operands, before, first + i - i64(1), i64(0), halves)
-        _move("store", part, halves, i64(0))
+                _multiply(s, block, operands, before, first + i - i64(1), i64(0), i64(0), 1)
+        _move("store", part, b.apart, i64(0))
         group = Group(s, block, start, end, (lambda v: ones[v]) if s.weighed else None)
         with T.serial(i64(0), m) as r:
-            group.promote(r, g, lambda v: part[r, v], acc, r)
+            group.promote(r, g, _sums(s, part, r), acc, r)
     primitives.call("tiles_close")
     with T.serial(i64(0), m) as r:
         output(s, r, block, lambda v: acc[r, v])
@@ -97,19 +99,20 @@ def many(s: State, first_block: tirx.Expr, blocks: tirx.Expr, first_pair: tirx.E
     """y for the features of some blocks, of some pairs of tiles of tokens."""
     b, k = s.blocked, s.own.sizes["k"]
     entries = decode.table(b, s.folds)
-    at_once, square = b.tile_inputs, i64(2 * LANES)
+    at_once, square, at_a_time = b.tile_inputs, i64(2 * LANES), 2 // b.apart
     whole = b.step is None or s.folds  # what is summed goes on from panel to panel, its sums are kept between them
     groups = max(1, TILES * at_once // b.step) if b.step and s.folds else 1
     made = groups * b.step // at_once if b.step else TILES
     operands = T.alloc_buffer((i64(made), i64(HALVES), i64(at_once // b.depth), i64(LANES)), "int32", scope="global")
     tiles = _of_panel(s, pairs) if b.direct and whole else i64(made)
     most = i64(PAIRS // b.planes) * square
-    kept = T.alloc_buffer((i64(BLOCKS), most, i64(FEATURES)), s.kind if whole else "float32", scope="global")
+    rows = i64(b.apart if whole else 1)  # of `kept`, for a token
+    kept = T.alloc_buffer((i64(BLOCKS), most * rows, i64(FEATURES)), s.kind if whole else "float32", scope="global")
     part = None if whole else T.alloc_buffer((i64(1), square, i64(FEATURES)), s.kind, scope="global")
     ones = T.alloc_buffer((i64(BLOCKS), i64(FEATURES)), s.kind, scope="global") if s.weighed else None
     token = first_pair * square
     with T.serial(i64(0), blocks) as n:
-        with T.serial(i64(0), pairs * square) as r:
+        with T.serial(i64(0), pairs * square * rows) as r:
             for_features(lambda v: store(kept, tirx.const(0, s.kind if whole else "float32"), n, r, v))
         if ones is not None:
             for_features(lambda v: store(ones, tirx.const(0, s.kind), n, v))
@@ -136,29 +139,31 @@ def many(s: State, first_block: tirx.Expr, blocks: tirx.Expr, first_pair: tirx.E
                 _weigh(s, ones, operands, i, first + i, n)
         if not whole:
             group = Group(s, block, start, end, (lambda v: ones[n, v]) if s.weighed else None)
-        with T.serial(i64(0), pairs) as p:
-            row = p * square
+        with T.serial(i64(0), pairs * i64(b.apart)) as p:
+            row = p * square if whole else p * i64(at_a_time * LANES)
+            pair, half = div(p, i64(b.apart)), mod(p, b.apart)
             if whole:
                 _move("load", kept, 2, n, row)
             else:
                 _zero(2)
             with T.serial(i64(0), count) as i:
                 if b.direct and whole:
-                    _ask(s, block + i64(1), first + i, p, pairs)
+                    _ask(s, block + i64(1), first + i, p, pairs * i64(b.apart))
                 else:
-                    _ask(s, block, first + i + tiles, p, pairs)
-                _multiply(s, block, operands, i, first + i, first_pair + p, 2)
+                    _ask(s, block, first + i + tiles, p, pairs * i64(b.apart))
+                _multiply(s, block, operands, i, first + i, first_pair + pair, half, at_a_time)
             _move("store", kept if whole else part, 2, n if whole else i64(0), row if whole else i64(0))
             if not whole:
-                with T.serial(i64(0), square) as r:
-                    group.promote(token + row + r, g, lambda v: part[i64(0), r, v], kept, n, row + r)
+                with T.serial(i64(0), i64(at_a_time * LANES)) as r:
+                    group.promote(token + row + r, g, _sums(s, part, i64(0), r), kept, n, row + r)
     primitives.call("tiles_close")
     with T.serial(i64(0), blocks) as n:
         if whole and not s.folds:
             group = Group(s, first_block + n, i64(0), k, (lambda v: ones[n, v]) if s.weighed else None)
         with T.serial(i64(0), T.min(pairs * square, s.own.sizes["m"] - token)) as r:
             if whole and not s.folds:
-                output(s, token + r, first_block + n, group.promoted(token + r, i64(0), lambda v: kept[n, r, v]))
+                at = r if b.apart == 1 else div(r, LANES) * square + mod(r, LANES)
+                output(s, token + r, first_block + n, group.promoted(token + r, i64(0), _sums(s, kept, n, at)))
             else:
                 output(s, token + r, first_block + n, lambda v: kept[n, r, v])
 
@@ -238,19 +243,26 @@ def _move(what: str, part: tirx.Buffer, halves: int, *place) -> None:
         primitives.call(f"tile_{what}_{t}", at, ROW)
 
 
-def _multiply(s: State, block, operands, at, tile, pair, halves: int) -> None:
-    """sums += the products of one or both tiles of a pair of tokens' with two of weights."""
+def _sums(s: State, part: tirx.Buffer, *place) -> Of:
+    """Those of a row's planes, which are a tile's rows apart, as those of a token."""
+    *of, row = place
+    return lambda v: s.joined([part[(*of, row + i64(p * LANES), v)] for p in range(s.blocked.apart)])
+
+
+def _multiply(s: State, block, operands, at, tile, pair, first, halves: int) -> None:
+    """sums += the products of one or both tiles of a pair of tokens', from the `first` on, with two of weights."""
     b = s.blocked
     for u in range(HALVES):
         place, line = operands[at, i64(u), i64(0), i64(0)], LANES
         if b.direct:
             place, line = s.own.buffers[b.code][block, tile * i64(b.tile_inputs // b.inputs), i64(u * LANES)], FEATURES
         primitives.call(f"tile_load_{6 + u}", T.address_of(place), i64(line * 4))
-    for plane in range(b.planes):
-        for half in range(halves):
-            place = T.address_of(s.x[pair, tile, i64(plane), i64(half), i64(0), i64(0)])
-            primitives.call(f"tile_load_{4 + half}", place, i64(b.tile_inputs * 4 // b.depth))
-        for t in range(2 * halves):
+    every = [[(plane, half) for half in range(halves)] for plane in range(b.planes)]
+    for rows in [sum(every, [])] if b.apart > 1 else every:
+        for r, (plane, half) in enumerate(rows):
+            place = T.address_of(s.x[pair, tile, i64(plane), first + i64(half), i64(0), i64(0)])
+            primitives.call(f"tile_load_{4 + r}", place, i64(b.tile_inputs * 4 // b.depth))
+        for t in range(2 * len(rows)):
             primitives.call(f"tile_product_{t}")
 
 
