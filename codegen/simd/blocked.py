@@ -47,7 +47,8 @@ class Blocked:
     zero     the tensor of whole numbers that is taken off the codes of a group, after their sum
     step     inputs of a group; None: one group
     tiles    whether the unit also multiplies tiles of 16 by 16
-    direct   whether these are loaded from the codes themselves, which are bytes; signed ones meet a signed x
+    direct   whether these are loaded from the codes themselves, which are bytes
+    signed   whether tiles hold signed bytes: the codes, or what they are less their offset and their group's zero
     folds    whether tiles may hold finished weights, rounded to bfloat16: its scheme rounds them so, or not at all
     """
 
@@ -62,6 +63,7 @@ class Blocked:
     step: int | None
     tiles: bool
     direct: bool
+    signed: bool
     folds: bool
 
     @property
@@ -147,13 +149,15 @@ def blocked(
     found = tuple(float(v) for v in values + offset)
     view = Blocked(
         code.name, bits, unit, planes if unit != "f32" else 1, decode, found, offset, zero or None, step,
-        False, False, False,
+        False, False, False, False,
     )  # fmt: skip
     if "amx" not in target.units or unit not in ("bf16", "u8") or view.tile_inputs % max(view.inputs, LANES):
         return view
     of_groups = any(e is not None for e in (x.fold, x.promote, x.correction))
     folds = unit == "bf16" and bool(step) and scheme.compute.operand == dtype("bf16") and not of_groups
-    return replace(view, tiles=True, direct=unit == "u8" and bits == 8 and x.correction is None, folds=folds)
+    direct = unit == "u8" and bits == 8 and x.correction is None
+    made = unit == "u8" and bool(step) and x.correction is None and weight.range.fits(dtype("i8"))
+    return replace(view, tiles=True, direct=direct, signed=view.flips if direct else made, folds=folds)
 
 
 def _numbers(code: DType, values: np.ndarray) -> bool:

@@ -12,7 +12,7 @@ from tvm.tirx.script import builder as T
 
 from qdsl.codegen import quantize
 from qdsl.codegen.function import buffer_shape, store
-from qdsl.codegen.portable import activation_core
+from qdsl.codegen.portable import activation_core, factor, first, times
 from qdsl.codegen.simd.blocked import LANES
 from qdsl.codegen.simd.state import State, div, for_lanes, local, mod
 from qdsl.codegen.tir import as_float, bits_of, choose, f32, float_of, i32, i64, u32
@@ -30,7 +30,7 @@ def allocate(s: State) -> None:
         shape = div(s.tokens, token * i64(2)), div(s.padded, tile), planes, i64(2), token, tile
     s.x = T.alloc_buffer(shape, kind, scope="global")
     if s.corrected:
-        s.sums = T.alloc_buffer((s.tokens, s.groups), s.kind, scope="global")
+        s.sums = T.alloc_buffer((s.tokens, s.groups), s.kind if s.offset else "float32", scope="global")
     if s.weighed:
         s.ones = T.alloc_buffer((s.padded,), kind, scope="global")
         with T.serial(i64(0), s.padded) as i:
@@ -96,7 +96,7 @@ def fill(s: State, row: tirx.Expr) -> None:
                 for_lanes(lambda v: put(i * lanes, v, zero))
             if s.sums is not None:
                 with T.serial(i64(0), s.groups) as g:
-                    store(s.sums, zero, row, g)
+                    store(s.sums, tirx.const(0, s.sums.dtype), row, g)
 
 
 def _sum(s: State, row: tirx.Expr) -> None:
@@ -113,12 +113,17 @@ def _sum(s: State, row: tirx.Expr) -> None:
 
 
 def _add(s: State, lanes: tirx.Buffer, row: tirx.Expr, group: tirx.Expr) -> None:
-    """The sum of a group is that of its lanes."""
+    """The sum of a group is that of its lanes; by the scale of x, unless codes are taken off sums of codes."""
     total = local((1,), s.kind)
     store(total, tirx.const(0, s.kind), 0)
     with T.serial(i64(0), i64(LANES)) as v:
         store(total, total[0] + lanes[v], 0)
-    store(s.sums, total[0], row, group)
+    if s.offset:
+        store(s.sums, total[0], row, group)
+        return
+    activation = s.plan.activation
+    scale = factor(s, first(activation.fold, activation.promote), {"m": row, "k": group * s.step})
+    store(s.sums, times(as_float(total[0]), scale), row, group)
 
 
 def _planes(s: State, value: tirx.Expr) -> list[tirx.Expr]:

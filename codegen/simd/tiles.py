@@ -22,12 +22,13 @@ from qdsl.codegen.simd import decode, primitives
 from qdsl.codegen.simd.blocked import FEATURES, LANES
 from qdsl.codegen.simd.finish import Group, Of, output
 from qdsl.codegen.simd.state import HALVES, State, ceil_div, div, for_features, local, mod, ramp
-from qdsl.codegen.tir import f32, i64
+from qdsl.codegen.tir import f32, i64, u32
 
 AHEAD = 64  # words of a lane that are asked for before they are needed: 8 KiB
 TILES = 8  # of a panel, where groups do not end it
-PAIRS, BLOCKS = 16, 8  # of a piece of work: 512 tokens by 256 features, 512 KiB of sums and as much of x
+PAIRS, BLOCKS = 16, 16  # of a piece of work: 512 tokens by 512 features, 1 MiB of sums and x of a few groups
 TILE, NEAR = 1 << 10, 1 << 20  # bytes of a tile, and those that stay in a core's second cache
+SIGNS = 0x80808080  # of the bytes of a lane
 ROW = i64(FEATURES * 4)  # bytes from a token's sums to the next
 
 
@@ -49,6 +50,7 @@ def few(s: State, block: tirx.Expr) -> None:
         end = T.bind(T.min(start + s.step, k))
         first = T.bind(div(start, i64(at_once)))
         count = T.bind(ceil_div(end - start, at_once))
+        less = _less(s, block, start)
         if ones is not None:
             for_features(lambda v: store(ones, tirx.const(0, s.kind), v))
         _zero(b.apart)
@@ -56,8 +58,8 @@ def few(s: State, block: tirx.Expr) -> None:
             with T.If(i < count), T.Then():
                 if b.direct:
                     soon = first + i + i64(AHEAD * b.inputs // at_once)
-                    _ask(s, block, soon, i64(0), i64(1), primitives.prefetch_near)
-                _make(s, block, first + i, operands, T.bitwise_and(i, i64(1)), entries, ask=True)
+                    _ask(s, block, soon, i64(0), i64(at_once // b.inputs), primitives.prefetch_near)
+                _make(s, block, first + i, operands, T.bitwise_and(i, i64(1)), entries, less=less, ask=True)
             with T.If(i > i64(0)), T.Then():
                 before = T.bitwise_and(i - i64(1), i64(1))
                 _weigh(s, ones, operands, before, first + i - i64(1))
@@ -110,7 +112,8 @@ def many(s: State, first_block: tirx.Expr, blocks: tirx.Expr, first_pair: tirx.E
     kept = T.alloc_buffer((i64(BLOCKS), most * rows, i64(FEATURES)), s.kind if whole else "float32", scope="global")
     part = None if whole else T.alloc_buffer((i64(1), square, i64(FEATURES)), s.kind, scope="global")
     ones = T.alloc_buffer((i64(BLOCKS), i64(FEATURES)), s.kind, scope="global") if s.weighed else None
-    token = first_pair * square
+    token, turns = first_pair * square, T.bind(pairs * i64(b.apart))
+    each = T.bind(ceil_div(i64(at_once // b.inputs), turns))  # words of a tile that are asked for at a turn
     with T.serial(i64(0), blocks) as n:
         with T.serial(i64(0), pairs * square * rows) as r:
             for_features(lambda v: store(kept, tirx.const(0, s.kind if whole else "float32"), n, r, v))
@@ -134,28 +137,37 @@ def many(s: State, first_block: tirx.Expr, blocks: tirx.Expr, first_pair: tirx.E
                     at = j * i64(of_group) + i
                     _make(s, block, first + at, operands, at, entries, group)
         else:
+            less = _less(s, block, start)
             with T.serial(i64(0), count) as i:
-                _make(s, block, first + i, operands, i, entries)
+                _make(s, block, first + i, operands, i, entries, less=less)
                 _weigh(s, ones, operands, i, first + i, n)
         if not whole:
             group = Group(s, block, start, end, (lambda v: ones[n, v]) if s.weighed else None)
-        with T.serial(i64(0), pairs * i64(b.apart)) as p:
-            row = p * square if whole else p * i64(at_a_time * LANES)
-            pair, half = div(p, i64(b.apart)), mod(p, b.apart)
-            if whole:
-                _move("load", kept, 2, n, row)
-            else:
-                _zero(2)
+        def multiplied(p: tirx.Expr) -> None:
             with T.serial(i64(0), count) as i:
                 if b.direct and whole:
-                    _ask(s, block + i64(1), first + i, p, pairs * i64(b.apart))
+                    _ask(s, block + i64(1), first + i, p, each)
                 else:
-                    _ask(s, block, first + i + tiles, p, pairs * i64(b.apart))
-                _multiply(s, block, operands, i, first + i, first_pair + pair, half, at_a_time)
-            _move("store", kept if whole else part, 2, n if whole else i64(0), row if whole else i64(0))
-            if not whole:
-                with T.serial(i64(0), i64(at_a_time * LANES)) as r:
-                    group.promote(token + row + r, g, _sums(s, part, i64(0), r), kept, n, row + r)
+                    _ask(s, block, first + i + tiles, p, each)
+                pair, half = first_pair + div(p, i64(b.apart)), mod(p, b.apart)
+                _multiply(s, block, operands, i, first + i, pair, half, at_a_time)
+
+        if whole:
+            with T.serial(i64(0), turns) as p:
+                row = p * square
+                _move("load", kept, 2, n, row)
+                multiplied(p)
+                _move("store", kept, 2, n, row)
+        else:
+            with T.serial(i64(0), turns + i64(1)) as p:  # tiles are multiplied while the sums before them are scaled
+                with T.If(p < turns), T.Then():
+                    _zero(2)
+                    multiplied(p)
+                with T.If(p > i64(0)), T.Then(), T.serial(i64(0), i64(at_a_time * LANES)) as r:
+                    row = (p - i64(1)) * i64(at_a_time * LANES) + r
+                    group.promote(token + row, g, _sums(s, part, i64(0), r), kept, n, row)
+                with T.If(p < turns), T.Then():
+                    _move("store", part, 2, i64(0), i64(0))
     primitives.call("tiles_close")
     with T.serial(i64(0), blocks) as n:
         if whole and not s.folds:
@@ -177,7 +189,24 @@ def _of_panel(s: State, pairs: tirx.Expr) -> tirx.Expr:
     return T.bind(T.if_then_else(pairs <= i64(2), ceil_div(all_, panels), i64(TILES)))
 
 
-def _make(s: State, block, tile, operands, to, entries, group: Group | None = None, *, ask: bool = False) -> None:
+def _less(s: State, block: tirx.Expr, start: tirx.Expr) -> tirx.Buffer | None:
+    """What makes signed bytes of operands: by as much as they have too much less than what flips the sign of all bytes."""
+    b = s.blocked
+    if not b.signed or b.direct:
+        return None
+    found = local((FEATURES,), "uint32")
+
+    def too_much(v: tirx.Expr) -> tirx.Expr:
+        if not b.zero:
+            return u32(b.offset)
+        zero = s.own.element(b.zero, {"n": block * i64(FEATURES) + v, "k": start})
+        return T.cast(zero + tirx.const(b.offset, "int32"), "uint32")
+
+    for_features(lambda v: store(found, u32(SIGNS) - too_much(v) * u32(0x01010101), v))
+    return found
+
+
+def _make(s: State, block, tile, operands, to, entries, group: Group | None = None, *, less=None, ask=False) -> None:
     """The two tiles of weights of 64 bytes' inputs, those beyond the last zeros; finished ones of a given group."""
     b = s.blocked
     weights, per_word, code = s.own.buffers[b.code], b.inputs // b.depth, s.plan.scheme.code.dtype
@@ -197,6 +226,9 @@ def _make(s: State, block, tile, operands, to, entries, group: Group | None = No
                 scale, more = (f[ramp(u * LANES)] if f is not None else None for f in (group.scale, group.correction))
                 vectors = decode.finished(b, code, held, entries, scale, more)
             for q, v in enumerate(vectors):
+                if less is not None:  # no byte borrows from the next one
+                    v = T.reinterpret("uint32x16", v) + less[ramp(u * LANES)] ^ primitives.splat(u32(SIGNS))
+                    v = primitives.bits(v)
                 store(operands, v, to, i64(u), row + i64(q), ramp(0))
 
     with T.If(first + i64(words) <= end):
@@ -266,12 +298,10 @@ def _multiply(s: State, block, operands, at, tile, pair, first, halves: int) -> 
             primitives.call(f"tile_product_{t}")
 
 
-def _ask(s: State, block, tile, part: tirx.Expr, parts: tirx.Expr, prefetch=primitives.prefetch) -> None:
-    """One of so many parts of the words of a tile is asked for: memory works while tiles multiply."""
-    b = s.blocked
-    words = b.tile_inputs // b.inputs
-    each = ceil_div(i64(words), parts)
-    with T.serial(part * each, T.min(i64(words), part * each + each)) as w:
+def _ask(s: State, block, tile, part: tirx.Expr, each: tirx.Expr, prefetch=primitives.prefetch) -> None:
+    """One part, of `each` words of a lane, of a tile is asked for: memory works while tiles multiply."""
+    words = i64(s.blocked.tile_inputs // s.blocked.inputs)
+    with T.serial(part * each, T.min(words, part * each + each)) as w:
         for u in range(HALVES):
-            at = s.own.buffers[b.code][block, tile * i64(words) + w, i64(u * LANES)]
+            at = s.own.buffers[s.blocked.code][block, tile * words + w, i64(u * LANES)]
             prefetch(T.address_of(at))
