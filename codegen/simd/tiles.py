@@ -26,7 +26,7 @@ from qdsl.codegen.tir import f32, i64, u32
 
 AHEAD = 64  # words of a lane that are asked for before they are needed: 8 KiB
 TILES = 8  # of a panel, where groups do not end it
-PAIRS, BLOCKS = 16, 16  # of a piece of work: 512 tokens by 512 features, 1 MiB of sums and x of a few groups
+PAIRS, BLOCKS = 16, 16  # of a piece of work at most: 512 tokens by 512 features, 1 MiB of sums
 TILE, NEAR = 1 << 10, 1 << 20  # bytes of a tile, and those that stay in a core's second cache
 SIGNS = 0x80808080  # of the bytes of a lane
 ROW = i64(FEATURES * 4)  # bytes from a token's sums to the next
@@ -76,7 +76,8 @@ def few(s: State, block: tirx.Expr) -> None:
 @dataclass(frozen=True)
 class Work:
     """How many tokens' worth of `many` is cut up: pieces of `pairs` pairs of tiles of tokens by `blocks` blocks of features,
-    whose x of a panel and whose sums stay in a core's second cache, while the panel of one block stays in the first."""
+    whose x of a panel and whose sums stay in a core's second cache, while the panel of one block stays in the first.  All of x
+    is read for each piece: where it does not stay there, pieces have twice the features."""
 
     chunks: tirx.Expr
     pairs: tirx.Expr
@@ -93,8 +94,11 @@ def work(s: State, blocks: tirx.Expr) -> Work:
     threads = T.cast(T.call_extern("int32", "omp_get_max_threads"), "int64")
     pairs = div(s.tokens, i64(2 * LANES))
     chunks = T.bind(ceil_div(pairs, max(1, PAIRS // s.blocked.planes)))
-    together = T.bind(T.max(i64(1), T.min(i64(BLOCKS), div(blocks, threads * i64(2)))))
-    return Work(chunks, T.bind(ceil_div(pairs, chunks)), T.bind(ceil_div(blocks, together)), together)
+    each = T.bind(ceil_div(pairs, chunks))
+    of_input = 2 * LANES * s.blocked.planes * 4 // s.blocked.depth  # bytes of x, of a pair
+    most = T.if_then_else(each * s.padded * i64(of_input) <= i64(NEAR), i64(BLOCKS // 2), i64(BLOCKS))
+    together = T.bind(T.max(i64(1), T.min(most, div(blocks, threads * i64(2)))))
+    return Work(chunks, each, T.bind(ceil_div(blocks, together)), together)
 
 
 def many(s: State, first_block: tirx.Expr, blocks: tirx.Expr, first_pair: tirx.Expr, pairs: tirx.Expr) -> None:
