@@ -68,7 +68,8 @@ class Declarations:
 
     def _check_role(self, d: ast.Decl, dtype: DType, index: tuple[Index, ...], where: str) -> None:
         """A tensor's role allows its type, its indices and its block."""
-        if d.role == "code" and (dtype.bits > 8 or dtype.kind == "index") and not (dtype == I16 and d.value is not None):
+        computed = dtype == I16 and d.value is not None
+        if d.role == "code" and (dtype.bits > 8 or dtype.kind == "index") and not computed:
             self.reports.fail(
                 "bad-type",
                 f"a code has at most 8 bits, `{d.type}` has {dtype.bits}",
@@ -76,9 +77,8 @@ class Declarations:
                 "wider values are scales or params; codes that are computed of x may be i16",
             )
         if dtype == I16 and d.role != "code":
-            self.reports.fail(
-                "bad-type", f"a {d.role} can't be i16", d.type.span, "only codes that are computed of x may; take i32 or a float"
-            )
+            self.reports.fail("bad-type", f"a {d.role} can't be i16", d.type.span,
+                              "only codes that are computed of x may; take i32 or a float")  # fmt: skip
         if (
             d.role == "code"
             and where == "weight"

@@ -86,7 +86,9 @@ def test_a_sum_that_could_overflow_limits_k():
     """15 * 32768 of each input, and none where so many groups are one by one."""
     for group, limit in ((128, None), (4352, None), (8192, 4369), ("k", 4369)):
         assert plan(qdsl.load("w4a16_int", group=group), target("cpu", HERE)).max_k == limit
-    with pytest.raises(qdsl.Error, match="beyond k = 4369 a sum of products could overflow i32, and this layer has k = 8192"):
+    with pytest.raises(
+        qdsl.Error, match="beyond k = 4369 a sum of products could overflow i32, and this layer has k = 8192"
+    ):
         QuantLinear("w4a16_int", 8192, 32, group="k")
 
 
@@ -168,7 +170,14 @@ def test_every_variant_is_right_for_tails_and_writes_all_of_y(name, params, k, n
 
 @pytest.mark.parametrize(
     ("name", "params"),
-    [("awq4", {"act": "bf16"}), ("awq4", {}), ("w4a16_int", {}), ("w8a8_dynamic", {}), ("w4a8_group", {}), ("fp8_block", {})],
+    [
+        ("awq4", {"act": "bf16"}),
+        ("awq4", {}),
+        ("w4a16_int", {}),
+        ("w8a8_dynamic", {}),
+        ("w4a8_group", {}),
+        ("fp8_block", {}),
+    ],
 )
 def test_a_rows_bits_do_not_depend_on_the_number_of_rows(name, params):
     layer = QuantLinear(qdsl.load(name, **params), 512, 40, batch_invariant=True)

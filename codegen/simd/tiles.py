@@ -147,6 +147,7 @@ def many(s: State, first_block: tirx.Expr, blocks: tirx.Expr, first_pair: tirx.E
                 _weigh(s, ones, operands, i, first + i, n)
         if not whole:
             group = Group(s, block, start, end, (lambda v: ones[n, v]) if s.weighed else None)
+
         def multiplied(p: tirx.Expr) -> None:
             with T.serial(i64(0), count) as i:
                 if b.direct and whole:
@@ -293,8 +294,9 @@ def _multiply(s: State, block, operands, at, tile, pair, first, halves: int) -> 
         if b.direct:
             place, line = s.own.buffers[b.code][block, tile * i64(b.tile_inputs // b.inputs), i64(u * LANES)], FEATURES
         primitives.call(f"tile_load_{6 + u}", T.address_of(place), i64(line * 4))
-    every = [[(plane, half) for half in range(halves)] for plane in range(b.planes)]
-    for rows in [sum(every, [])] if b.apart > 1 else every:
+    planes = [tuple(range(b.planes))] if b.apart > 1 else [(plane,) for plane in range(b.planes)]  # in turn
+    for together in planes:
+        rows = [(plane, half) for plane in together for half in range(halves)]
         for r, (plane, half) in enumerate(rows):
             place = T.address_of(s.x[pair, tile, i64(plane), first + i64(half), i64(0), i64(0)])
             primitives.call(f"tile_load_{4 + r}", place, i64(b.tile_inputs * 4 // b.depth))
