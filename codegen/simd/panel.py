@@ -84,7 +84,7 @@ def _square(s, row, to, start, end, operands, part, *, clear: bool) -> None:
     b = s.blocked
     sums = [local((FEATURES,), s.kind) for _ in range(at_once(s))]
     zero = primitives.splat(tirx.const(0, s.kind))
-    for turn in range(b.apart):  # what a plane has summed is that of the next one's numbers by 256
+    for turn in range(b.apart):  # plane by plane, sums times 256 in between
         first, last = turn == 0, turn == b.apart - 1
         planes = (turn,) if b.whole else range(b.planes)
         for r, held in enumerate(sums):
