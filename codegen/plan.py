@@ -181,7 +181,7 @@ def plan(scheme: Scheme, target: Target, held: Mapping[str, Buffer] | None = Non
     offset = simd.excess if simd else offset
     notes += _unused_hints(scheme, target)
     return Plan(scheme, target, weight, x_split, multiply, compute.accumulator, step, loop, buffers, variants, table, offset, kept,
-                _max_k(scheme, weight, x_split), notes, simd)  # fmt: skip
+                _max_k(scheme, weight, x_split, step), notes, simd)  # fmt: skip
 
 
 def _quantize(scheme: Scheme, target: Target, computed: Sequence[Tensor]) -> tuple[Step, ...]:
@@ -273,16 +273,18 @@ def _step(scheme: Scheme, weight: Split, activation: Split) -> int | None:
     return math.gcd(*sizes) if sizes else None
 
 
-def _max_k(scheme: Scheme, weight: Split, activation: Split) -> int | None:
-    """Inputs beyond which an integer accumulator could overflow."""
+def _max_k(scheme: Scheme, weight: Split, activation: Split, step: int | None) -> int | None:
+    """Inputs beyond which an integer accumulator could overflow, in which partial sums are over so many inputs."""
     accumulate = scheme.compute.accumulator
     if accumulate.is_float:
         return None
-    # Kernels multiply codes of 4 bits as if they were of 8.
-    largest = max(weight.range.size, 128) * max(activation.range.size, 128)
+    largest = weight.range.size * activation.range.size
+    if activation.range.size <= 128:  # kernels multiply codes of 4 bits as if they were of 8
+        largest = max(weight.range.size, 128) * 128
     if activation.correction is not None:  # whose own product is added
         largest *= 2
-    return int(accumulate.max // max(1, largest)) if not weight.groups and not activation.groups else None
+    limit = int(accumulate.max // max(1, largest))
+    return limit if step is None or step > limit else None
 
 
 # ---- the tensor-core main loop -----------------------------------------------------------------------------------

@@ -52,14 +52,17 @@ def _few(s: State, block: tirx.Expr, row: tirx.Expr, count: int, entries: tirx.B
     b, k, code = s.blocked, s.own.sizes["k"], s.plan.scheme.code.dtype
     rows = count + s.weighed  # and one that is all ones
     vectors = 2 if s.pairs else 1  # of sums, for a vector of features
-    chains = max(1, CHAINS // (rows * HALVES * vectors))
+    chains = max(1, CHAINS // (rows * b.apart * HALVES * vectors))
     depth = s.depth * vectors
     words = max(1, chains * depth // b.inputs)  # that are worked on at once
     acc = [local((FEATURES,), "float32") for _ in range(count)]
-    part = [[local((FEATURES * vectors,), s.kind) for _ in range(chains)] for _ in range(rows)]
+    part = [
+        [[local((FEATURES * vectors,), s.kind) for _ in range(chains)] for _ in range(b.apart)] for _ in range(rows)
+    ]
     spoils = s.pairs and code.special == "nan"
     seen = local((FEATURES,), "uint32") if spoils else None  # the largest magnitudes of codes
     weights, zero = s.own.buffers[b.code], tirx.const(0, s.kind)
+    dot = primitives.dot_pairs if s.pairs else primitives.dot
     ahead = i64(AHEAD_OF_FOUR if s.floats and count == 4 else AHEAD)
     for held in acc:
         for_features(lambda v, held=held: store(held, f32(0), v))
@@ -76,28 +79,27 @@ def _few(s: State, block: tirx.Expr, row: tirx.Expr, count: int, entries: tirx.B
                     at = i * i64(b.inputs) + i64(q * depth)
                     for j, vector in enumerate(T.bind(v) for v in some):
                         for r in range(rows):
-                            sums = part[r][(w * b.inputs // depth + q) % chains]
-                            to = ramp((u * vectors + j) * LANES)
-                            store(sums, product(sums[to], vector, r, at), to)
+                            for plane in range(1 if r == count else s.planes):
+                                sums = part[r][plane % b.apart][(w * b.inputs // depth + q) % chains]
+                                to, x = ramp((u * vectors + j) * LANES), operand(r, plane, at)
+                                store(sums, dot(sums[to], vector, x), to)
 
     def decoded(held: tirx.Expr) -> list[list[tirx.Expr]]:
         if s.pairs:
             return decode.pairs(code, held)
         return [[v] for v in (decode.floats if s.floats else decode.operands)(b, code, held, entries)]
 
-    def product(value: tirx.Expr, vector: tirx.Expr, r: int, at: tirx.Expr) -> tirx.Expr:
-        dot = primitives.dot_pairs if s.pairs else primitives.dot
-        if r == count:
-            return dot(value, vector, s.one(at))
-        for plane in range(s.planes):
-            value = dot(value, vector, s.operand(row + i64(r), plane, at))
-        return value
+    def operand(r: int, plane: int, at: tirx.Expr) -> tirx.Expr:
+        return s.one(at) if r == count else s.operand(row + i64(r), plane, at)
 
     def sum_of(r: int, v: tirx.Expr) -> tirx.Expr:
-        total = part[r][0][v]
-        for held in part[r][1:]:
-            total = total + held[v]
-        return total
+        planes = []
+        for own in part[r][: 1 if r == count else b.apart]:
+            total = own[0][v]
+            for held in own[1:]:
+                total = total + held[v]
+            planes.append(total)
+        return s.joined(planes)
 
     def joined(r: int) -> tirx.Buffer:
         """A token's sums, of pairs."""
@@ -112,7 +114,7 @@ def _few(s: State, block: tirx.Expr, row: tirx.Expr, count: int, entries: tirx.B
     with T.serial(i64(0), s.groups) as g:
         start = T.bind(g * s.step)
         end = T.bind(T.min(start + s.step, k))
-        for held in (p for own in part for p in own):
+        for held in (held for planes in part for own in planes for held in own):
             for j in range(HALVES * vectors):
                 store(held, primitives.splat(zero), ramp(j * LANES))
         if seen is not None:
