@@ -36,13 +36,15 @@ def differing(scheme: Scheme, artifact: Artifact) -> str:
     transformed = any(block.transforms for block in scheme.activations)
     if transformed or parts > 1 or scheme.violated(N, K) is not None:
         return ""
-    layer = QuantLinear(scheme, K, N, bias=False, device="cuda", artifact=artifact)
+    bias = any(t.role == "bias" for t in scheme.output.tensors)
+    layer = QuantLinear(scheme, K, N, bias=bias, device="cuda", artifact=artifact)
     patterns = reference.random_patterns(scheme, np.random.default_rng(0), N, K)
-    layer.set_patterns({name: bits for name, bits in patterns.items() if scheme.tensor(name).role != "bias"})
     given = {
         name: np.zeros_like(bits) if scheme.tensor(name).role == "bias" else bits for name, bits in patterns.items()
     }
-    of_ones = reference.linear(scheme, np.ones((1, K)), given, N, offset=layer.manifest.offset)
+    layer.set_patterns(given)
+    manifest = layer.manifest
+    of_ones = reference.linear(scheme, np.ones((1, K)), given, N, offset=manifest.offset, kept=manifest.kept)
     bound = torch.from_numpy(of_ones.bound[0]).cuda()
     signs = torch.randint(0, 2, (M, K), generator=torch.Generator("cuda").manual_seed(0), device="cuda")
     x, first, found = (2 * signs - 1).to(layer.dtype), None, []
