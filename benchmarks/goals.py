@@ -8,6 +8,7 @@ scheme and shape.  `--readme` puts the table into benchmarks/README.md.
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -297,6 +298,9 @@ def main(argv: list[str] | None = None) -> int:
     kind.add_argument("--weight-only", action="store_true", help="the file is one of weight_only.py")
     kind.add_argument("--a8", action="store_true", help="the file is one of a8.py")
     kind.add_argument("--cpu", action="store_true", help="the file is one of cpu.py")
+    parser.add_argument(
+        "--counts", type=Path, metavar="FILE.json", help="of counts.py: with --cpu, explain what is missed"
+    )
     parser.add_argument("--readme", action="store_true", help="write the table into benchmarks/README.md")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="draw all shapes")
     args = parser.parse_args(argv)
@@ -309,6 +313,8 @@ def main(argv: list[str] | None = None) -> int:
         import goals_cpu
 
         file, marks, shown = CPU, CPU_MARKS, goals_cpu.table
+    if args.counts and not args.cpu:
+        parser.error("--counts goes with --cpu")
     args.file = args.file or file
     try:
         if args.plot:
@@ -317,6 +323,8 @@ def main(argv: list[str] | None = None) -> int:
         if args.cpu and any(cell.threads is None for cell in found.cells):
             parser.error(f"{args.file}: measured on a GPU; --cpu wants a file that `cpu.py --out` has written")
         block = shown(found)
+        if args.counts:
+            block += "\n\n" + goals_cpu.missed_by_count(found, json.loads(args.counts.read_text()))
         if args.plot:
             plot.draw(found, args.plot)
         if args.readme:

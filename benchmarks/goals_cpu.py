@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections import Counter, defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cpu_problem import CLASSES, DENSE, LIMIT, OURS
@@ -167,6 +167,48 @@ def table(found: Results) -> str:
         line = " | ".join(str(cells.get(m, "–")) for m in tokens)
         text.append(f"| {own} | {dtype} | {shape} | {threads} | {line} |")
     return "\n".join([*text, "", *_limits(found)])
+
+
+PER_CYCLE = {
+    "f32": 64,
+    "i8": 256,
+}  # operations of a core's two vector ports of 512 bits; limits.c finds the clock by them
+BUSY = ("vectors", "loads", "tiles")
+
+
+def missed_by_count(found: Results, counts: Sequence[Mapping]) -> str:
+    """Markdown: what a missed cell takes, and what its bytes and instructions take at least, by counts.py.
+
+    counts   of `counts.py --out`: least cycles for 1024 weights, counted with this K or another
+    """
+    known = {(c["scheme"], c["M"]): c["cycles"] for c in counts if "cycles" in c}
+    limits = {
+        (c.scheme, c.K, c.N, c.M, c.threads, c.contender.removeprefix(LIMIT)): c.us
+        for c in found.cells
+        if c.us is not None and c.contender.startswith(LIMIT)
+    }
+    text = [
+        "Missed cells: µs that they take, that are asked, and that their parts take at least: declared bytes at the bandwidth "
+        "of reading, and instructions by what they keep busy (counts.py; two threads halve them).",
+        "",
+        f"| scheme | x | K×N | threads | M | µs | asked | bytes | {' | '.join(BUSY)} |",
+        f"|---|---|---|---|---|---|---|---|{'---|' * len(BUSY)}",
+    ]
+    for row in rows(found):
+        c = row.cell
+        if not row.missed:
+            continue
+        taken = known.get((c.scheme, c.M))
+        if taken is None:
+            raise Error(f"{c.scheme} at M = {c.M} is not counted; run counts.py --classes {class_of(c)} --tokens {c.M}")
+        place = c.scheme, c.K, c.N, c.M, c.threads
+        unit = next(unit for unit in PER_CYCLE if (*place, unit) in limits)
+        operations = 2 * c.M * c.N * c.K * CLASSES[class_of(c)].units[unit]
+        cycle = limits[*place, unit] * PER_CYCLE[unit] / operations  # µs, of all threads together
+        busy = [f"{taken[name] * c.K * c.N / 1024 * cycle:.0f}" for name in BUSY]
+        numbers = [f"{c.us:.0f}", f"{min(row.goals.values()):.0f}", f"{limits[*place, 'read']:.0f}", *busy]
+        text.append(f"| {c.scheme} | {c.dtype} | {c.K}×{c.N} | {c.threads} | {c.M} | {' | '.join(numbers)} |")
+    return "\n".join(text)
 
 
 def _limits(found: Results) -> list[str]:

@@ -1,7 +1,7 @@
 // What a CPU can do: bytes read per second, and operations per second of each of its multipliers.
 //
 //   cc -O3 -march=native -pthread limits.c -o limits
-//   limits read THREADS BYTES SECONDS     # huge pages, one linear stream a thread
+//   limits read THREADS BYTES OTHERS      # huge pages, one linear stream a thread; after as many bytes of others
 //   limits UNIT THREADS SECONDS           # f32, bf16, i8, amx_bf16, amx_i8
 //   limits units                          # those that this processor has
 //
@@ -203,11 +203,16 @@ static const struct unit {
 };
 
 // ---- reading -----------------------------------------------------------------------------------------------------
-static double read_all(const char *p, size_t bytes) {  // prefetches a page ahead, as a kernel with one stream would
+// Memory is read as contenders read their weights: a turn is some passes over the same bytes, after those of others have
+// gone through the caches.
+#define TURNS 4
+#define PASSES 8
+
+static double read_all(const char *p, size_t bytes) {  // prefetches half a page ahead, as a kernel with one stream would
 #if defined(__AVX512F__)
   __m512i a = _mm512_setzero_si512(), b = a, c = a, d = a;
   for (size_t i = 0; i < bytes; i += 256) {
-    for (int line = 0; line < 4; ++line) _mm_prefetch(p + i + 4096 + 64 * line, _MM_HINT_T0);
+    for (int line = 0; line < 4; ++line) _mm_prefetch(p + i + 2048 + 64 * line, _MM_HINT_T0);
     a = _mm512_xor_si512(a, _mm512_load_si512(p + i));
     b = _mm512_xor_si512(b, _mm512_load_si512(p + i + 64));
     c = _mm512_xor_si512(c, _mm512_load_si512(p + i + 128));
@@ -218,7 +223,7 @@ static double read_all(const char *p, size_t bytes) {  // prefetches a page ahea
 #else
   uint64_t a = 0, b = 0, c = 0, d = 0;
   for (size_t i = 0; i < bytes; i += 64) {
-    __builtin_prefetch(p + i + 4096);
+    __builtin_prefetch(p + i + 2048);
     const uint64_t *q = (const uint64_t *)(p + i);
     a ^= q[0] ^ q[1], b ^= q[2] ^ q[3], c ^= q[4] ^ q[5], d ^= q[6] ^ q[7];
   }
@@ -230,21 +235,22 @@ static double read_all(const char *p, size_t bytes) {  // prefetches a page ahea
 // ---- threads -----------------------------------------------------------------------------------------------------
 struct job {
   const struct unit *unit;
-  const char *memory;
-  size_t bytes;
-  double seconds, done, elapsed[64], amount[64];
+  const char *memory, *others;
+  size_t bytes, others_bytes;
+  double seconds, done, elapsed[TURNS * PASSES], amount[TURNS * PASSES];
   int samples;
 };
 
 static void *work(void *given) {
   struct job *job = given;
   for (int s = 0; s < job->samples; ++s) {
+    if (!job->unit && s % PASSES == 0) read_all(job->others, job->others_bytes);
     pthread_barrier_wait(&barrier);
     double begin = now(), end, done = 0;
     do {
       done += job->unit ? job->unit->run() : read_all(job->memory, job->bytes);
       end = now();
-    } while (end - begin < job->seconds / job->samples);
+    } while (job->unit && end - begin < job->seconds / job->samples);
     job->elapsed[s] = end - begin, job->amount[s] = done;
   }
   return NULL;
@@ -260,7 +266,7 @@ int main(int argc, char **argv) {
     return 0;
   }
   int reads = argc == 5 && !strcmp(argv[1], "read");
-  if (!reads && argc != 4) return fprintf(stderr, "limits read THREADS BYTES SECONDS | UNIT THREADS SECONDS | units\n"), 2;
+  if (!reads && argc != 4) return fprintf(stderr, "limits read THREADS BYTES OTHERS | UNIT THREADS SECONDS | units\n"), 2;
   const struct unit *unit = NULL;
   if (!reads) {
     for (unit = units; unit->name && strcmp(unit->name, argv[1]); ++unit) {}
@@ -271,13 +277,14 @@ int main(int argc, char **argv) {
   }
   int threads = atoi(argv[2]);
   if (threads < 1 || threads > MAX_THREADS) return fprintf(stderr, "limits: 1 to %d threads\n", MAX_THREADS), 2;
-  double seconds = atof(argv[reads ? 4 : 3]);
-  size_t share = 0;
+  double seconds = reads ? 0 : atof(argv[3]);
+  size_t share = 0, other = 0;
   char *memory = NULL;
   if (reads) {
     share = strtoull(argv[3], NULL, 10) / threads / HUGE * HUGE;
+    other = strtoull(argv[4], NULL, 10) / threads / HUGE * HUGE;
     if (!share) return fprintf(stderr, "limits: a thread reads 2 MiB at least\n"), 2;
-    size_t whole = share * threads;
+    size_t whole = (share + other) * threads;
     char *raw = mmap(NULL, whole + 2 * HUGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
     if (raw == MAP_FAILED) return perror("limits: mmap"), 1;
     memory = (char *)(((uintptr_t)raw + HUGE - 1) / HUGE * HUGE);
@@ -286,10 +293,12 @@ int main(int argc, char **argv) {
   }
   static struct job jobs[MAX_THREADS];
   pthread_t ids[MAX_THREADS];
-  const int samples = 16;
+  const int samples = reads ? TURNS * PASSES : 16;
   pthread_barrier_init(&barrier, NULL, threads);
   for (int t = 0; t < threads; ++t) {
-    jobs[t] = (struct job){.unit = unit, .memory = memory + share * t, .bytes = share, .seconds = seconds, .samples = samples};
+    jobs[t] = (struct job){
+        .unit = unit, .memory = memory + share * t, .others = memory + share * threads + other * t, .bytes = share,
+        .others_bytes = other, .seconds = seconds, .samples = samples};
     pthread_create(&ids[t], NULL, work, &jobs[t]);
   }
   for (int t = 0; t < threads; ++t) pthread_join(ids[t], NULL);

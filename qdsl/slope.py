@@ -1,15 +1,19 @@
 """The weight that a model has where a scheme counts in units of its own.
 
 With `x ~ a`, where the code a is x / c + o, and `y = (acc + b) * d`, sums are of codes: w is no weight of the model, but
-w * d / c is, by which y grows with x.
+w * d / c is, by which y grows with x.  Tools multiplied float32 numbers to have d, of which one was the weight's own scale.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import replace
 
+import numpy as np
+
 from qdsl.diagnostic import Error
+from qdsl.dtype import F32
 from qdsl.expr import Binary, Call, Cast, Expr, Item, Negate, Number, Ref, names
 from qdsl.scheme import Operand, Scheme
 
@@ -43,6 +47,32 @@ def in_units_of_the_model(scheme: Scheme, phase: str = "") -> Scheme:
             decode = Binary("*" if power > 0 else "/", weight.decode, factor)
             weight = Operand(tuple(dict.fromkeys((*weight.tensors, *needed))), decode)
     return scheme if weight is scheme.weight else replace(scheme, weight=weight)
+
+
+def with_own_scales(scheme: Scheme, given: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Bit patterns of a weight `q * d / c` of float32 scales, with the weight's own scale s in d, and 1 in c; others as they
+    are.
+
+    d was s * c, rounded to float32, which a float32 s other than d / c may give, and where products pass a power of two
+    there may be two.  Of them it is the one whose product with the largest code is nearer to a number of 11 bits: such a
+    scale is the largest weight of a row by the largest code, and models have weights of 16 bits.
+    """
+    match scheme.weight.decode:
+        case Binary("/", Binary("*", Ref(code), Ref(product)), Ref(factor)):
+            q, d, c = (scheme.tensor(name) for name in (code, product, factor))
+        case _:
+            return dict(given)
+    if not (d.role == c.role == "scale" and d.dtype == c.dtype == F32 and c.index == () and q.dtype.kind == "int"):
+        return dict(given)
+    products, of_x = (F32.decode(given[t.name]).astype(np.float32) for t in (d, c))
+    with np.errstate(all="ignore"):  # a file may hold what is no scale
+        quotient = products / of_x
+        near = np.stack([quotient, np.nextafter(quotient, np.float32(0)), np.nextafter(quotient, np.float32(np.inf))])
+        mantissa, _ = np.frexp(near.astype(float) * q.dtype.max)
+        odd = np.abs(mantissa * 2**11 - np.round(mantissa * 2**11))
+        odd[near * of_x != products] = np.inf
+    own = np.take_along_axis(near, odd.argmin(axis=0)[None], axis=0)[0]  # d / c itself where no product is d
+    return {**given, d.name: F32.encode(own), c.name: F32.encode(np.ones_like(of_x))}
 
 
 def is_affine(e: Expr, name: str) -> bool:

@@ -225,6 +225,7 @@ class Kernel:
         self._shaping = [at for at, name in enumerate(self.names) if name in shaping]
         self._widths: dict[tuple, list[int]] = {}
         self._rooms = threading.local()
+        self._rows: dict[int, torch.Tensor] = {}  # one of each width, for its shape and type
 
     @property
     def buffers(self) -> dict[str, Buffer]:
@@ -254,7 +255,14 @@ class Kernel:
 
     def __call__(self, x: torch.Tensor, buffers: Sequence[torch.Tensor], n: int) -> torch.Tensor:
         """y [m, n] for x [m, k], contiguous and aligned; buffers in the order of `names`."""
-        y = x.new_empty((x.shape[0], n))
+        m = x.shape[0]
+        if m == 1 and self.on_cpu:  # torch reads a shape that it is told for longer than it copies one
+            like = self._rows.get(n)
+            if like is None:
+                like = self._rows[n] = x.new_empty((1, n))
+            y = torch.empty_like(like)
+        else:
+            y = x.new_empty((m, n))
         self.run_into(x, buffers, y)
         return y
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,7 @@ from qdsl.runtime.buffer import (
     unordered,
     unpacked,
 )
-from qdsl.runtime.op import linear, rows
+from qdsl.runtime.op import linear, multiplied, rows, unseen
 from qdsl.runtime.resolve import (
     check_codes,
     check_layer,
@@ -56,7 +57,7 @@ from qdsl.runtime.resolve import (
 from qdsl.runtime.state import EXTRA, Tag, tag
 from qdsl.runtime.weight import quantized
 from qdsl.scheme import Binding, Scheme, Storage, Tensor
-from qdsl.slope import in_units_of_the_model
+from qdsl.slope import in_units_of_the_model, with_own_scales
 
 
 class QuantLinear(nn.Module):
@@ -110,6 +111,9 @@ class QuantLinear(nn.Module):
         self._held: dict[str, Buffer] = {}  # what each registered buffer holds
         self._keys: dict[torch.dtype, str] = {}  # activation type -> kernel
         self._operands: dict[torch.dtype, tuple[str, ...]] = {}  # activation type -> buffers, in the kernel's order
+        self._ready: dict[
+            torch.dtype, tuple[Kernel, Callable, int]
+        ] = {}  # on the CPU and loaded: what a plain call needs
         self._derived_names: set[str] = set()  # buffers made from others for one kernel
         self._loaded = False
         device = torch.get_default_device() if device is None else torch.device(device)
@@ -210,7 +214,7 @@ class QuantLinear(nn.Module):
 
     def _bind(self, kernel: Kernel) -> None:
         """Make `kernel` the layer's own.  The registered buffers already are in its layout."""
-        self._keys, self._operands = {}, {}
+        self._keys, self._operands, self._ready = {}, {}, {}
         self._add(kernel)
         for name in self._derived_names - set(*self._operands.values()):
             self._drop(name)
@@ -244,6 +248,9 @@ class QuantLinear(nn.Module):
                 self._derived_names.add(names[-1])
         self._operands[kind] = tuple(names)
         self._keys[kind] = kernel.key
+        if self._loaded and self.device.type == "cpu" and not self._needs_residual:
+            found = itemgetter(*names) if len(names) > 1 else lambda buffers: [buffers[names[0]]]
+            self._ready[kind] = kernel, found, self.width
         if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             # Kernels read weights while the kernel before them may still run (`codegen.cuda.overlap`).
             torch.cuda.current_stream(self.device).synchronize()
@@ -317,15 +324,21 @@ class QuantLinear(nn.Module):
 
         residual   [..., N], for a scheme whose output block declares one: added where that block says
         """
-        # What few calls need comes after a cheap question: one token's product takes as long as some tens of these lines.
-        buffers = self._buffers
-        if torch._C._is_any_autocast_enabled():
+        autocast = torch._C._is_any_autocast_enabled()
+        if (
+            residual is None and not autocast and unseen(x)
+        ):  # one token's product takes as long as some tens of lines here
+            ready = self._ready.get(x.dtype)
+            if ready is not None and x.shape[-1:] == (self.in_features,):
+                kernel, operands, width = ready
+                return multiplied(kernel, x, operands(self._buffers), width)
+        if autocast:
             x = _autocast(x)
         key = self._keys.get(x.dtype)
         if key is None or not self._loaded or x.dim() == 0 or x.shape[-1] != self.in_features:
             key = self._explain(x)
-        operands = [buffers[name] for name in self._operands[x.dtype]]
-        if not (x.is_cpu and operands[0].is_cpu) and operands[0].device != x.device:
+        operands = [self._buffers[name] for name in self._operands[x.dtype]]
+        if operands[0].device != x.device:
             raise ValueError(f"x is on {x.device}, the layer on {self.device}; move one of them with .to()")
         if residual is not None or self._needs_residual:
             self._add_residual(x, operands, residual)
@@ -545,12 +558,12 @@ class QuantLinear(nn.Module):
     def dequantize(self, dtype: torch.dtype | None = None) -> torch.Tensor:
         """The model's weight [N, K] on the layer's device: exact in float64, or rounded once from that to `dtype`.
 
-        Where the scheme counts x or y in units of its own, as of codes, these are in it.
+        Where the scheme counts x or y in units of its own, as of codes, these are in it (`qdsl.slope`).
         """
         if not self._loaded:
             raise Error("there is nothing to dequantize: the layer has no weights yet")
         n, k, scheme = self.out_features, self.in_features, in_units_of_the_model(self.scheme, self.phase)
-        given = weight.patterns(scheme, self._buffers, self._held, n, k)
+        given = with_own_scales(scheme, weight.patterns(scheme, self._buffers, self._held, n, k))
         if dtype is None or dtype == torch.float64:
             return torch.from_numpy(weight.decoded(scheme, given, n, k)).to(self.device)
         kind = repack.format_of(dtype)
@@ -583,7 +596,7 @@ class QuantLinear(nn.Module):
         state["_given"] = self._given and self._given.path
         state["_buffers"] = {name: signed(b) for name, b in self._buffers.items() if name not in self._derived_names}
         state["_non_persistent_buffers_set"] = self._non_persistent_buffers_set - self._derived_names
-        return {name: value for name, value in state.items() if name not in ("_keys", "_operands", "_wanted")}
+        return {name: value for name, value in state.items() if name not in ("_keys", "_operands", "_ready", "_wanted")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -591,7 +604,7 @@ class QuantLinear(nn.Module):
         path = state["_given"]
         self._given = open_artifact(path) if path is not None and (path / MANIFEST).is_file() else None
         self._wanted = kept_tensors(self.scheme, self._has_bias, self.phase)
-        self._keys, self._operands, self._derived_names = {}, {}, set()
+        self._keys, self._operands, self._ready, self._derived_names = {}, {}, {}, set()
         for name, buffer in self._held.items():
             self._buffers[name] = pages.settled(self._buffers[name].view(torch_type(buffer)))
         held = {name: (self._held[name], self._buffers[name]) for name in self._wanted}

@@ -11,6 +11,7 @@ import operator
 from collections.abc import Sequence
 
 import torch
+from torch.autograd import profiler
 
 from qdsl.diagnostic import Error
 from qdsl.order import SOURCE
@@ -27,8 +28,9 @@ _CHUNK = 1 << 24  # weights dequantized at a time for a gradient
 
 def rows(x: torch.Tensor) -> torch.Tensor:
     """x as the [m, k] that kernels take: contiguous, aligned, with the strides of its shape even where a size is 1."""
-    k = x.shape[-1]
-    if x.dim() != 2:
+    shape = x.shape
+    k = shape[-1]
+    if len(shape) != 2:
         x = x.reshape(-1, k)
     if x.stride() != (k, 1):
         x = x.contiguous()
@@ -38,10 +40,16 @@ def rows(x: torch.Tensor) -> torch.Tensor:
 
 
 def _linear(x: torch.Tensor, buffers: Sequence[torch.Tensor], n: int, key: str) -> torch.Tensor:
-    if x.dim() == 2:
-        return kernel(key)(rows(x), buffers, n) if x.shape[0] else x.new_empty((0, n))
-    shape = (*x.shape[:-1], n)
-    return kernel(key)(rows(x), buffers, n).view(shape) if x.numel() else x.new_empty(shape)
+    return multiplied(kernel(key), x, buffers, n)
+
+
+def multiplied(known: Kernel, x: torch.Tensor, buffers: Sequence[torch.Tensor], n: int) -> torch.Tensor:
+    """y [..., n] for x [..., k], whatever its strides, by a kernel."""
+    shape = x.shape
+    if 0 in shape:
+        return x.new_empty((*shape[:-1], n))
+    y = known(rows(x), buffers, n)
+    return y if len(shape) == 2 else y.view((*shape[:-1], n))
 
 
 def _input_grad(grad: torch.Tensor, buffers: Sequence[torch.Tensor], k: int, key: str) -> torch.Tensor:
@@ -156,13 +164,22 @@ _UNSEEN = functools.reduce(
         for key in ("CPU", "AutogradCPU", "AutocastCPU", "ADInplaceOrView", "BackendSelect")
     ),
 )
+_is_compiling, _keys_of = torch.compiler.is_compiling, torch._C._dispatch_keys
+_keys_of_thread, _is_grad_enabled = torch._C._dispatch_tls_local_include_set, torch.is_grad_enabled
+
+
+def unseen(x: torch.Tensor) -> bool:
+    """Whether nobody but the kernel would see a call of the operator on the CPU, which torch takes 6 to 16 µs for.
+
+    That is plain x and a plain thread: nothing is traced or profiled, and no gradient is wanted.  After weights have passed
+    through the caches, each thing that torch is asked takes some 5 µs, so nothing is asked twice.
+    """
+    if _is_compiling() or type(x) is not torch.Tensor or (x.requires_grad and _is_grad_enabled()):
+        return False
+    seen = (_keys_of(x).raw_repr() | _keys_of_thread().raw_repr()) & ~_UNSEEN
+    return not (seen or profiler._is_profiler_enabled)
 
 
 def linear(x: torch.Tensor, buffers: Sequence[torch.Tensor], n: int, key: str) -> torch.Tensor:
-    """The operator; or what it comes to on the CPU, at once, where nobody would see the call: torch takes 6 to 16 µs for it."""
-    if torch.compiler.is_compiling() or type(x) is not torch.Tensor or (x.requires_grad and torch.is_grad_enabled()):
-        return torch.ops.qdsl.linear.default(x, buffers, n, key)
-    keys = torch._C._dispatch_keys(x).raw_repr() | torch._C._dispatch_tls_local_include_set().raw_repr()
-    if keys & ~_UNSEEN or torch.autograd._profiler_enabled():
-        return torch.ops.qdsl.linear.default(x, buffers, n, key)
-    return _linear(x, buffers, n, key)
+    """The operator; or what it comes to, at once, where nobody would see the call."""
+    return _linear(x, buffers, n, key) if unseen(x) else torch.ops.qdsl.linear.default(x, buffers, n, key)

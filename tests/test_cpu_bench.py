@@ -18,6 +18,7 @@ from qdsl.results import Cell, Meta, Results
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))
+import counts  # noqa: E402
 import cpu  # noqa: E402
 import cpu_family  # noqa: E402
 import cpu_process  # noqa: E402
@@ -256,3 +257,46 @@ def test_cells_of_other_files_are_refused(tmp_path, capsys):
     results.write(file, Results(META, (replace(AWQ, scheme="gptq(bits=3)"),)))
     assert goals.main(["--cpu", str(file)]) == 1
     assert "gptq(bits=3): no scheme of cpu.py" in capsys.readouterr().err
+
+
+# ---- instructions ------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("instruction", "busy"),
+    [
+        ("vpdpbusd %zmm10,%zmm6,%zmm22", {"any": 1}),
+        ("vfmadd231ps (%rax){1to16},%zmm1,%zmm2", {"any": 1, "load": 1}),
+        ("vdpbf16ps %zmm1,%zmm2,%zmm3", {"any": 4}),
+        ("vpsrld $0x4,%zmm6,%zmm8", {"shift": 1}),
+        ("vpermps %zmm1,%zmm2,%zmm3", {"lanes": 1}),
+        ("vmovdqu64 -0x20c0(%rbx),%zmm6", {"load": 1}),
+        ("vmovups %zmm6,0x40(%rsp,%rax,4)", {"store": 1}),
+        ("tileloadd (%rax,%rcx,1),%tmm4", {"load": 8}),
+        ("tdpbf16ps %tmm6,%tmm4,%tmm0", {"tiles": 16}),
+        ("prefetcht1 -0xc0(%rbx)", {"load": 1}),
+        ("add $0x10,%r14", {}),
+        ("lea 0x40(%rax),%rbx", {}),
+    ],
+)
+def test_what_an_instruction_keeps_busy(instruction, busy):
+    assert counts.classified(instruction) == {"all": 1, **busy}
+
+
+def test_least_cycles():
+    found = counts.cycles({"all": 24, "any": 8, "shift": 6, "lanes": 2, "load": 6, "store": 1})
+    assert found == {"vectors": 8, "loads": 3, "stores": 1, "tiles": 0, "issue": 4}
+    assert counts.cycles({"all": 8, "shift": 6})["vectors"] == 6
+
+
+def test_missed_cells_are_explained_by_counts():
+    """1024 weights take 8 cycles of the vector ports: at 3 GHz, 4096×4096 take 44 µs."""
+    own = replace(AWQ, us=900.0)
+    peer, read = replace(own, contender="vllm", us=1000.0), replace(own, contender="limit_read", us=500.0)
+    clock = replace(own, contender="limit_f32", us=2e6 * 4096 * 4096 / (3e9 * 64))
+    cycles = {"vectors": 8.0, "loads": 4.0, "stores": 0, "tiles": 0.5, "issue": 3}
+    counted = [{"scheme": own.scheme, "M": 1, "cycles": cycles}]
+    text = goals_cpu.missed_by_count(Results(META, (own, peer, read, clock)), counted)
+    assert (
+        text.splitlines()[-1] == "| awq4(scale_type=bf16) | bf16 | 4096×4096 | 1 | 1 | 900 | 667 | 500 | 44 | 22 | 3 |"
+    )
+    with pytest.raises(Error, match=r"is not counted; run counts\.py --classes w4a16_bf16 --tokens 1"):
+        goals_cpu.missed_by_count(Results(META, (own, peer, read, clock)), [])

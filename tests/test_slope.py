@@ -1,9 +1,12 @@
 """The weight that a model has where a scheme counts in units of its own."""
 
+import numpy as np
 import pytest
+import torch
 
 import qdsl
-from qdsl.slope import in_units_of_the_model
+from qdsl.dtype import F32
+from qdsl.slope import in_units_of_the_model, with_own_scales
 
 CODES = qdsl.load("w8a8_quant_bias").text
 
@@ -45,3 +48,23 @@ def test_a_weight_that_depends_on_x_is_none():
 def test_several_weights_are_none():
     with pytest.raises(qdsl.Error, match="has `acc` in several ways"):
         weight("acc * d + acc")
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16])
+def test_scales_that_a_tool_multiplied_are_found(kind):
+    largest = (torch.rand(4096, generator=torch.Generator().manual_seed(0)) + 0.01).to(kind).float().numpy()
+    own = largest / np.float32(127)
+    for of_x in np.float32([0.0456483, 0.9999, 3.25e-3]):
+        given = {"q": np.zeros((len(own), 1), np.uint8), "d": F32.encode(own * of_x), "c": F32.encode(of_x)}
+        found = with_own_scales(in_units_of_the_model(qdsl.load("w8a8_quant_bias")), given)
+        assert np.array_equal(F32.decode(found["d"]), own) and F32.decode(found["c"]) == 1
+
+
+def test_products_that_no_scale_has_are_divided():
+    scheme = in_units_of_the_model(qdsl.load("w8a8_quant_bias"))
+    products, of_x = np.float32([0, np.inf, np.nan, 1e-45, 0.1]), np.float32(0.3)
+    given = {"q": np.zeros((5, 1), np.uint8), "d": F32.encode(products), "c": F32.encode(of_x)}
+    found = F32.decode(with_own_scales(scheme, given)["d"])
+    assert np.allclose(found, products / of_x, rtol=2e-7, equal_nan=True)
+    other = {"q": given["q"], "s": given["d"][:, None], "z": given["q"]}
+    assert with_own_scales(qdsl.load("awq4"), other) == other
