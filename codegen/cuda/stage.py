@@ -313,7 +313,7 @@ class FillShared:
 
 def whole_rows(k: Kernel):
     """Whether the scales of tokens in shared memory are those in global memory, whose rows begin on 16 bytes: then they are
-    copied row by row, and no warp has to do so number by number, which takes instructions that those who multiply lack."""
+    copied row by row, and no warp has to do so number by number, which was measured to slow down those who multiply."""
     if not copied(k.weight, "token_scale"):
         return T.bool(False)
     base = T.alloc_local([1], "uint64")
