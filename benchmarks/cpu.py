@@ -52,6 +52,7 @@ class Entry:
     name: str
     kind: str
     act: str
+    scheme: str  # of ours
     us: dict[tuple[int, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     error: dict[tuple[int, int], float] = field(default_factory=dict)
     absent: str = ""
@@ -76,10 +77,10 @@ class Block:
         self.group, self.k, self.n, self.rotation = group, k, n, rotation
         self.families = [f for f in families if not f.absent]
         self.entries = [
-            Entry(family, key, name, kind, act)
+            Entry(family, key, *about)
             for family in self.families
-            for key, (name, kind, act) in family.ask("names", group=group).items()
-            if only is None or name in only
+            for key, about in family.ask("names", group=group).items()
+            if only is None or about[0] in only
         ]
         self.prepared: set[str] = set()  # families
         self.remarks: list[str] = []
@@ -179,17 +180,19 @@ class Block:
                 e.us[m, threads] += answer["us"]
 
     def cells(self, tokens: Sequence[int], threads: Sequence[int], limits: Limits) -> list[Cell]:
-        """Of contenders and of limits; a peer stands beside the scheme of ours that takes its kind of problem."""
-        schemes = {own.kind: qdsl.load(own.scheme, **own.params) for own in CLASSES[self.group].ours}
+        """Of contenders and of limits; a peer stands beside the first scheme of ours that takes its kind of problem."""
+        ours = CLASSES[self.group].ours
+        schemes = [(own, qdsl.load(own.scheme, **own.params)) for own in ours]
+        first = {own.kind: own.scheme for own in reversed(ours)}
         found = []
         for t in threads:
             for m in tokens:
-                for kind, scheme in schemes.items():
+                for own, scheme in schemes:
                     label, group = results.scheme_label(scheme), scheme.params.get("group")
                     times = limits.times(self.group, scheme, self.k, self.n, m, t)
                     where, floor = (group, self.k, self.n, m, t), floor_us(times)
                     for e in self.entries:
-                        if e.kind == kind:
+                        if e.kind == own.kind and (e.scheme or first[e.kind]) == own.scheme:
                             us = statistics.median(e.us[m, t]) if e.us[m, t] else None
                             found.append(Cell(label, e.act, *where, e.name, us, e.error.get((m, t)), floor))
                     act = str(scheme.output.dtype)

@@ -47,7 +47,7 @@ _8_BITS = {"i8": 1, "amx_i8": 1}
 _TWO_PLANES = {"f32": 1, "i8": 2, "amx_i8": 2}  # float32 as two int8
 CLASSES: Mapping[str, Class] = {
     "w4a16_bf16": Class((Ours("awq4", {"act": "bf16", "scale_type": "bf16"}, "u4"),), _16_BITS),
-    "w4a16_f32": Class((Ours("awq4", {"act": "f32"}, "u4"),), _TWO_PLANES),
+    "w4a16_f32": Class((Ours("awq4", {"act": "f32"}, "u4"), Ours("w4a16_int", {}, "u4")), _TWO_PLANES),
     "w4a8": Class((Ours("w4a8_group", {"group": 128}, "i4_group"), Ours("w4a8_dynamic", {}, "i4")), _8_BITS),
     "w8a8": Class((Ours("w8a8_dynamic", {}, "i8"),), _8_BITS),
     "w8a16": Class((Ours("w8a16", {}, "i8"), Ours("w8a16_group", {}, "i8_group")), _16_BITS),
@@ -204,6 +204,7 @@ class Contender:
 
     make      of a problem, the number of copies and that of threads
     fixed     whether the number of threads is that of `make`; else torch's holds
+    scheme    of ours
     """
 
     name: str
@@ -212,10 +213,11 @@ class Contender:
     act: torch.dtype
     make: Callable[[Problem, int, int], Built]
     fixed: bool = False
+    scheme: str = ""
 
     @property
     def key(self) -> str:
-        return f"{self.name}/{self.kind}"
+        return "/".join(filter(None, (self.name, self.kind, self.scheme)))
 
 
 def rotated(count: int, tensors: Sequence[Tensor], call: Callable[..., Tensor]) -> list[Call]:

@@ -33,9 +33,14 @@ def qdsl_family() -> Iterator[Contender]:
     """Imports qdsl here, which peers' environments need not have."""
     for group, about in CLASSES.items():
         for own in about.ours:
-            act = F32 if own.params.get("act") == "f32" else BF16
-            yield Contender(OURS, group, own.kind, act, _layers(own))
+            yield Contender(OURS, group, own.kind, _act(own), _layers(own), scheme=own.scheme)
         yield peers_cpu.dense(group, about.ours[0].kind)
+
+
+def _act(own: Ours) -> torch.dtype:
+    import qdsl
+
+    return F32 if str(qdsl.load(own.scheme, **own.params).output.dtype) == "f32" else BF16
 
 
 def _layers(own: Ours) -> Callable[[Problem, int, int], Built]:
@@ -99,8 +104,8 @@ class Process:
         self.warm: set[str] = set()  # those all of whose copies have been called
 
     def names(self, group: str) -> dict:
-        """key -> (name, kind, type of x) of those of a class."""
-        return {c.key: (c.name, c.kind, NAMES[c.act]) for c in self.contenders if c.group == group}
+        """key -> (name, kind, type of x, scheme of ours) of those of a class."""
+        return {c.key: (c.name, c.kind, NAMES[c.act], c.scheme) for c in self.contenders if c.group == group}
 
     def prepare(self, group: str, k: int, n: int, threads: int, rotation: int, keys: Sequence[str]) -> dict:
         """Build some contenders of a class; {key: why not}, and the memory that this takes."""

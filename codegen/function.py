@@ -88,7 +88,7 @@ def decoded(tensor: Tensor, value: tirx.Expr) -> tirx.Expr:
     """An unpacked element of a buffer as a number: float32, or int32 for integers."""
     if tensor.dtype.bits <= 8:
         return decode(tensor.dtype, T.cast(value, "uint32"))
-    return T.cast(value, "float32") if tensor.dtype.is_float else value
+    return T.cast(value, "float32" if tensor.dtype.is_float else "int32")
 
 
 @contextmanager

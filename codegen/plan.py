@@ -181,7 +181,7 @@ def plan(scheme: Scheme, target: Target, held: Mapping[str, Buffer] | None = Non
     offset = simd.excess if simd else offset
     notes += _unused_hints(scheme, target)
     return Plan(scheme, target, weight, x_split, multiply, compute.accumulator, step, loop, buffers, variants, table, offset, kept,
-                _max_k(scheme, weight, x_split), notes, simd)  # fmt: skip
+                _max_k(scheme, weight, x_split, step), notes, simd)  # fmt: skip
 
 
 def _quantize(scheme: Scheme, target: Target, computed: Sequence[Tensor]) -> tuple[Step, ...]:
@@ -273,16 +273,18 @@ def _step(scheme: Scheme, weight: Split, activation: Split) -> int | None:
     return math.gcd(*sizes) if sizes else None
 
 
-def _max_k(scheme: Scheme, weight: Split, activation: Split) -> int | None:
-    """Inputs beyond which an integer accumulator could overflow."""
+def _max_k(scheme: Scheme, weight: Split, activation: Split, step: int | None) -> int | None:
+    """Inputs beyond which an integer accumulator could overflow, in which partial sums are over so many inputs."""
     accumulate = scheme.compute.accumulator
     if accumulate.is_float:
         return None
-    # Kernels multiply codes of 4 bits as if they were of 8.
-    largest = max(weight.range.size, 128) * max(activation.range.size, 128)
+    largest = weight.range.size * activation.range.size
+    if activation.range.size <= 128:  # kernels multiply codes of 4 bits as if they were of 8
+        largest = max(weight.range.size, 128) * 128
     if activation.correction is not None:  # whose own product is added
         largest *= 2
-    return int(accumulate.max // max(1, largest)) if not weight.groups and not activation.groups else None
+    limit = int(accumulate.max // max(1, largest))
+    return limit if step is None or step > limit else None
 
 
 # ---- the tensor-core main loop -----------------------------------------------------------------------------------
@@ -343,15 +345,15 @@ def _simd_variants(simd: Blocked, before: Sequence[Step], args: tuple[str, ...])
     few = 8
     names = ["rows", "panel"]
     if simd.tiles:
-        few = 1 if simd.unit == "bf16" and simd.planes == 1 else 4
-        # Codes of 8 bits take many instructions to convert: tiles of them are made while memory works.
-        names = ["tiles"] if simd.decode == "number" else ["rows", "tiles"]
+        few = 4 if simd.unit != "bf16" or simd.planes > 1 else 2 if simd.floats else 1
+        names = ["rows", "tiles"]
     last = names[-1]
     # In `rows`, how many sums a token's has depends on how many tokens there are; whole numbers do not mind.
     orders = {name: None if name == "rows" and not simd.whole else f"{simd.unit} in {name}" for name in names}
-    free = [*(((few, "rows"),) if "rows" in names else ()), (None, last)]
+    free = [(few, "rows"), (None, last)]
     if simd.folds:
-        free[-1:] = [(2 * LANES, last), (None, "folded")]
+        # What takes long to decode takes longer to finish.
+        free[-1:] = [((8 if simd.decode == "number" else 2) * LANES, last), (None, "folded")]
         orders["folded"] = f"{simd.unit} in finished tiles"
     variants = tuple(
         Variant(name, (*before, Step(f"linear_{name}", args)), order=order) for name, order in orders.items()
@@ -564,7 +566,7 @@ def _buffer(
     if loop and t.name in loop.grouped:
         layout = _grouped_layout(t, scheme, loop)
     elif simd and t.index and t.index[0] == Var("n") and t.role not in ("bias", "residual"):
-        layout = blocked_codes(simd.bits, simd.depth) if t == scheme.code else _vector_rows(t, FEATURES)
+        layout = blocked_codes(simd.bits, simd.beside) if t == scheme.code else _vector_rows(t, FEATURES)
     else:
         tile = loop is not None or (target.kind == "cuda" and scheme.code.dtype.bits == 4)
         looked_up = loop is not None and bool(loop.table)

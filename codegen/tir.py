@@ -132,7 +132,9 @@ def encode(dtype: DType, value: tirx.Expr) -> tirx.Expr:
     if dtype.is_integer:
         whole = saturate(dtype, T.nearbyint(value))
         number = choose(is_nan(value), i32(0), T.cast(whole, "int32"))
-        return number if dtype.bits == 32 else T.cast(T.cast(number, "uint32") & u32(dtype.mask), "uint8")
+        if dtype.bits > 8:
+            return T.cast(number, storage(dtype))
+        return T.cast(T.cast(number, "uint32") & u32(dtype.mask), "uint8")
     bits = bits_of(value)
     magnitude = T.min(float_of(bits & u32(0x7FFFFFFF)), f32(dtype.max))
     if dtype.name == "e8m0":
@@ -161,7 +163,7 @@ def encode(dtype: DType, value: tirx.Expr) -> tirx.Expr:
 
 def storage(dtype: DType) -> str:
     """The buffer type of one unpacked element: its own for wide formats, a byte of bits for small ones."""
-    wide = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "i32": "int32", "idx": "int32"}
+    wide = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "i16": "int16", "i32": "int32", "idx": "int32"}
     return wide.get(dtype.name, "uint8")
 
 
@@ -178,7 +180,7 @@ def round_to(dtype: DType, value: tirx.Expr) -> tirx.Expr:
         return round_bf16(as_float(value))
     if dtype.bits > 8:
         encoded = encode(dtype, value)
-        return T.cast(encoded, "float32") if dtype.is_float else encoded
+        return T.cast(encoded, "float32" if dtype.is_float else "int32")
     return decode(dtype, T.cast(encode(dtype, value), "uint32"))
 
 

@@ -374,7 +374,8 @@ class _Checker:
     # ---- the multiplier -----------------------------------------------------------------------------------------
     def compute(self, scheme: Scheme, block: ast.Compute) -> None:
         """Every operand's equation can meet the multiplier that the compute block names."""
-        if scheme.compute.operand.kind == "index" or scheme.compute.accumulator.bits < 16:
+        sums = scheme.compute.accumulator
+        if scheme.compute.operand.kind == "index" or sums.bits < 16 or sums == dtypes.I16:
             self.reports.report(
                 "bad-type",
                 "compute needs an operand type and a wide accumulator",

@@ -14,7 +14,7 @@ import numpy as np
 from qdsl import syntax as ast
 from qdsl import transform
 from qdsl.diagnostic import did_you_mean
-from qdsl.dtype import DType
+from qdsl.dtype import I16, DType
 from qdsl.expr import Binary, Call, Digits, Expr, Item, Number, Ref
 from qdsl.reports import Reports
 from qdsl.resolve import RESERVED, Names
@@ -68,13 +68,17 @@ class Declarations:
 
     def _check_role(self, d: ast.Decl, dtype: DType, index: tuple[Index, ...], where: str) -> None:
         """A tensor's role allows its type, its indices and its block."""
-        if d.role == "code" and (dtype.bits > 8 or dtype.kind == "index"):
+        computed = dtype == I16 and d.value is not None
+        if d.role == "code" and (dtype.bits > 8 or dtype.kind == "index") and not computed:
             self.reports.fail(
                 "bad-type",
                 f"a code has at most 8 bits, `{d.type}` has {dtype.bits}",
                 d.type.span,
-                "wider values are scales or params",
+                "wider values are scales or params; codes that are computed of x may be i16",
             )
+        if dtype == I16 and d.role != "code":
+            self.reports.fail("bad-type", f"a {d.role} can't be i16", d.type.span,
+                              "only codes that are computed of x may; take i32 or a float")  # fmt: skip
         if (
             d.role == "code"
             and where == "weight"

@@ -218,20 +218,21 @@ def _round_to(value: np.ndarray, precision: int, quantum_log2: int) -> np.ndarra
 F16 = DType("f16", "float", 16, 5, 10, special="ieee")
 BF16 = DType("bf16", "float", 16, 8, 7, special="ieee")
 F32 = DType("f32", "float", 32, 8, 23, special="ieee")
+I16 = DType("i16", "int", 16)
 I32 = DType("i32", "int", 32)
 E8M0 = DType("e8m0", "float", 8, 8, 0, signed=False, special="nan")
 INDEX = DType("idx", "index", 32)
 
 # Integer types that only stored tensors have: words of packed codes, index lists, shapes.
-WORDS = {name: DType(name, "int" if name[0] == "i" else "uint", int(name[1:])) for name in ("u16", "i16", "u32", "i64")}
+WORDS = {name: DType(name, "int" if name[0] == "i" else "uint", int(name[1:])) for name in ("u16", "u32", "i64")}
 _SPECIAL = {"e4m3": "nan", "e5m2": "ieee"}
-_NAMED = {dtype.name: dtype for dtype in (F16, BF16, F32, I32, E8M0)}
+_NAMED = {dtype.name: dtype for dtype in (F16, BF16, F32, I16, I32, E8M0)}
 _INTEGERS = (*(f"u{b}" for b in range(1, 9)), *(f"i{b}" for b in range(2, 9)))
 NAMES = (*_NAMED, *_INTEGERS, "e4m3", "e5m2", "e3m2", "e2m3", "e2m1")
 
 
 # For messages: every name that `find` knows, in few words.
-SPELLINGS = "u1 to u8, i2 to i8, i32, f16, bf16, f32, e8m0, or eXmY of at most 8 bits with its sign, as e4m3"
+SPELLINGS = "u1 to u8, i2 to i8, i16, i32, f16, bf16, f32, e8m0, or eXmY of at most 8 bits with its sign, as e4m3"
 
 
 @functools.cache

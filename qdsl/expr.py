@@ -325,6 +325,12 @@ def of_dtype(dtype: DType) -> Range:
     return Range(dtype.min, dtype.max, dtype.quantum, precision)
 
 
+def of_codes(dtype: DType, value: Range) -> Range:
+    """The range of integers that numbers of a range round to; NaN becomes 0."""
+    low, high = (min(max(end, dtype.min), dtype.max) for end in (value.low, value.high))
+    return _fixed(min(0.0, math.floor(low)), max(0.0, math.ceil(high)), 1.0)
+
+
 def of_values(values: np.ndarray) -> Range:
     """The range of a list of constants."""
     if not np.all(np.isfinite(values)):

@@ -21,7 +21,7 @@ import numpy as np
 
 from qdsl.diagnostic import Diagnostic, error
 from qdsl.dtype import DType
-from qdsl.expr import Binary, Expr, Negate, Number, Range, interval, names, of_dtype, of_values, product
+from qdsl.expr import Binary, Expr, Negate, Number, Range, interval, names, of_codes, of_dtype, of_values, product
 from qdsl.scheme import Gather, Group, Operand, Tensor, Var
 
 
@@ -50,7 +50,7 @@ class Split:
 
 
 def ranges(tensors: Mapping[str, Tensor]) -> Callable[[Expr], Range]:
-    """The range of every tensor element, from its declared type or its constants."""
+    """The range of every tensor element, from its declared type, its constants or what it is computed by."""
 
     def of(e: Expr) -> Range:
         tensor = tensors.get(e.name)
@@ -58,6 +58,8 @@ def ranges(tensors: Mapping[str, Tensor]) -> Callable[[Expr], Range]:
             return Range(-math.inf, math.inf, 0.0, math.inf)
         if isinstance(tensor.value, tuple):
             return of_values(tensor.dtype.round(np.array(tensor.value)))
+        if isinstance(tensor.value, Expr) and tensor.dtype.is_integer:
+            return of_codes(tensor.dtype, interval(tensor.value, of))
         return of_dtype(tensor.dtype)
 
     return of

@@ -366,7 +366,7 @@ def _native(format: DType) -> torch.dtype:
     """The torch type of a computed tensor: native where torch has it, bit patterns in bytes up to 8 bits."""
     if format.bits <= 8:
         return torch.uint8
-    return torch_dtype(format) or torch.int32
+    return torch_dtype(format) or (torch.int16 if format.bits == 16 else torch.int32)
 
 
 _KERNELS: dict[str, Kernel] = {}

@@ -111,9 +111,7 @@ class QuantLinear(nn.Module):
         self._held: dict[str, Buffer] = {}  # what each registered buffer holds
         self._keys: dict[torch.dtype, str] = {}  # activation type -> kernel
         self._operands: dict[torch.dtype, tuple[str, ...]] = {}  # activation type -> buffers, in the kernel's order
-        self._ready: dict[
-            torch.dtype, tuple[Kernel, Callable, int]
-        ] = {}  # on the CPU and loaded: what a plain call needs
+        self._ready: dict[torch.dtype, tuple[Kernel, Callable, int]] = {}  # what a plain call on the CPU needs
         self._derived_names: set[str] = set()  # buffers made from others for one kernel
         self._loaded = False
         device = torch.get_default_device() if device is None else torch.device(device)
@@ -249,8 +247,8 @@ class QuantLinear(nn.Module):
         self._operands[kind] = tuple(names)
         self._keys[kind] = kernel.key
         if self._loaded and self.device.type == "cpu" and not self._needs_residual:
-            found = itemgetter(*names) if len(names) > 1 else lambda buffers: [buffers[names[0]]]
-            self._ready[kind] = kernel, found, self.width
+            gather = itemgetter(*names) if len(names) > 1 else lambda buffers: [buffers[names[0]]]
+            self._ready[kind] = kernel, gather, self.width
         if self.device.type == "cuda" and not torch.cuda.is_current_stream_capturing():
             # Kernels read weights while the kernel before them may still run (`codegen.cuda.overlap`).
             torch.cuda.current_stream(self.device).synchronize()
@@ -325,13 +323,11 @@ class QuantLinear(nn.Module):
         residual   [..., N], for a scheme whose output block declares one: added where that block says
         """
         autocast = torch._C._is_any_autocast_enabled()
-        if (
-            residual is None and not autocast and unseen(x)
-        ):  # one token's product takes as long as some tens of lines here
+        if residual is None and not autocast and unseen(x):  # one token's product takes as long as some tens of lines
             ready = self._ready.get(x.dtype)
             if ready is not None and x.shape[-1:] == (self.in_features,):
-                kernel, operands, width = ready
-                return multiplied(kernel, x, operands(self._buffers), width)
+                kernel, gather, width = ready
+                return multiplied(kernel, x, gather(self._buffers), width)
         if autocast:
             x = _autocast(x)
         key = self._keys.get(x.dtype)

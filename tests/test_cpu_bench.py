@@ -111,7 +111,7 @@ for line in sys.stdin:
         print(json.dumps({"now": key}), flush=True)
         if key == "fatal/u4":
             os.abort()
-    names = {f"{name}/u4": (name, "u4", "bf16") for name in ("fatal", "good", "wrong", "slow")}
+    names = {f"{name}/u4": (name, "u4", "bf16", "") for name in ("fatal", "good", "wrong", "slow")}
     us = [5e4] if key == "slow/u4" else [10.0, 30.0, 20.0]
     error = 0.5 if key == "wrong/u4" else 1e-3
     print(json.dumps({"names": names, "prepare": {"failed": {}, "memory": {"huge": 1 << 20, "all": 4 << 20}}, "check": {"error": error}, "time": {"us": us}, "threads": {"failed": {}, "memory": {"huge": 1, "all": 1}}}[do]), flush=True)

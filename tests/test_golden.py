@@ -14,6 +14,7 @@ CASES = [
     ("w8a8_static", "cpu", "x86-64-v3"),
     ("w4a8", "cpu", "x86-64-v3"),
     ("nvfp4", "cpu", "x86-64-v4"),
+    ("w4a16_int", "cpu", "sapphirerapids"),
     ("w4a4_flatquant", "cuda", "sm_80"),
     ("w8a8_mix", "cpu", "x86-64-v3"),
 ]

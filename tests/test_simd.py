@@ -50,6 +50,7 @@ def phases(scheme):
         ("awq4", {"act": "bf16"}, ("f32", "f32", "f32", "bf16", "bf16")),
         ("awq4", {"act": "f32"}, ("f32", "f32", "f32", "f32", "bf16")),  # three planes want tiles
         ("w8a8_dynamic", {}, ("i16", "i16", "u8", "u8", "u8")),
+        ("w4a16_int", {}, ("i16", "i16", "u8", "u8", "u8")),
         ("fp8_dynamic", {}, ("f32", "f32", "f32", "bf16", "bf16")),
         ("nf4", {"act": "f16"}, ("f32",) * 5),  # its table is none of bfloat16
     ],
@@ -65,13 +66,42 @@ def test_planes_hold_all_bits_of_x():
         assert 8 * planes >= dtype(act).precision
 
 
+@pytest.mark.parametrize(
+    ("code", "unit", "planes"),
+    [
+        ("i16 = min(x / t, 32639)", "u8", 2),
+        ("i16 = x / t", "i16", 1),  # 32640 is 128 * 256 - 128
+        ("i16 = max(min(x / t, 127), -128)", "u8", 1),
+        ("i8  = x / t", "u8", 1),
+    ],
+)
+def test_codes_of_x_are_as_many_bytes_as_they_may_need(code, unit, planes):
+    text = qdsl.load("w4a16_int").text.replace("i16 = min(x / t, 32639)", code)
+    found = plan(qdsl.parse(text), target("cpu", "sapphirerapids"))
+    assert (found.blocked.unit, found.blocked.planes) == (unit, planes)
+    assert found.blocked.tiles == (unit == "u8")
+
+
+def test_a_sum_that_could_overflow_limits_k():
+    """15 * 32768 of each input, and none where so many groups are one by one."""
+    for group, limit in ((128, None), (4352, None), (8192, 4369), ("k", 4369)):
+        assert plan(qdsl.load("w4a16_int", group=group), target("cpu", HERE)).max_k == limit
+    with pytest.raises(
+        qdsl.Error, match="beyond k = 4369 a sum of products could overflow i32, and this layer has k = 8192"
+    ):
+        QuantLinear("w4a16_int", 8192, 32, group="k")
+
+
 def test_tiles_hold_bytes_as_they_lie_and_finished_weights():
     assert view("w8a8_dynamic", "sapphirerapids").direct
     assert not view("w8a8_dynamic_asym", "sapphirerapids").direct, "sums of weights are made of operands"
     assert variants("awq4", "sapphirerapids", act="bf16") == ["rows", "tiles", "folded"]
     assert variants("awq4", "sapphirerapids", act="f16") == ["rows", "tiles"], "bfloat16 would round its weights twice"
-    assert variants("w8a16", "sapphirerapids") == ["tiles"], "bytes take long to convert"
+    assert variants("w8a16", "sapphirerapids") == ["rows", "tiles"]
+    assert variants("w8a16_group", "sapphirerapids") == ["rows", "tiles", "folded"]
     assert variants("w8a8_dynamic", "cascadelake") == ["rows", "panel"]
+    assert view("w4a16_int", "sapphirerapids").signed and view("w4a8_group", "sapphirerapids").signed
+    assert not view("w4a8_dynamic", "sapphirerapids").signed, "its offset is taken off once"
 
 
 def test_x_is_quantized_in_the_loop_that_multiplies_it():
@@ -85,6 +115,7 @@ def test_x_is_quantized_in_the_loop_that_multiplies_it():
     [
         ("awq4", "sapphirerapids", ("tdpbf16ps", "permvar")),
         ("w8a8_dynamic", "sapphirerapids", ("tdpbssd", "vpdpbusd")),
+        ("w4a16_int", "sapphirerapids", ("tdpbssd", "vpdpbusd")),
         ("w8a8_dynamic", "x86-64-v3", ("pmadd.wd",)),
     ],
 )
@@ -123,7 +154,8 @@ def layer_of(name: str, k: int, n: int, **params):
 
 
 @pytest.mark.parametrize(
-    ("name", "params"), [("awq4", {"act": "bf16"}), ("awq4", {"act": "f32"}), ("w8a8_dynamic", {}), ("mxfp4", {})]
+    ("name", "params"),
+    [("awq4", {"act": "bf16"}), ("awq4", {"act": "f32"}), ("w4a16_int", {}), ("w8a8_dynamic", {}), ("mxfp4", {})],
 )
 @pytest.mark.parametrize(("k", "n"), [(128, 32), (384, 31), (1152, 97)])
 def test_every_variant_is_right_for_tails_and_writes_all_of_y(name, params, k, n):
@@ -139,7 +171,14 @@ def test_every_variant_is_right_for_tails_and_writes_all_of_y(name, params, k, n
 
 @pytest.mark.parametrize(
     ("name", "params"),
-    [("awq4", {"act": "bf16"}), ("awq4", {}), ("w8a8_dynamic", {}), ("w4a8_group", {}), ("fp8_block", {})],
+    [
+        ("awq4", {"act": "bf16"}),
+        ("awq4", {}),
+        ("w4a16_int", {}),
+        ("w8a8_dynamic", {}),
+        ("w4a8_group", {}),
+        ("fp8_block", {}),
+    ],
 )
 def test_a_rows_bits_do_not_depend_on_the_number_of_rows(name, params):
     layer = QuantLinear(qdsl.load(name, **params), 512, 40, batch_invariant=True)
@@ -162,6 +201,55 @@ def test_one_hot_x_gives_the_weight(act):
         y = torch.empty(512, 64, dtype=layer.dtype)
         layer.run_into(x, y, variant)
         assert torch.equal(y, expected), variant
+
+
+@pytest.mark.parametrize("level", [HERE, "x86-64-v3"])
+@pytest.mark.parametrize(
+    ("name", "params"),
+    [("w8a16", {}), ("fp8a16_channel", {"fmt": "e4m3"}), ("fp8a16_channel", {"fmt": "e5m2"}), ("fp8a16_channel", {"fmt": "e3m4"})],
+)  # fmt: skip
+def test_every_byte_is_what_its_format_says(name, params, level, monkeypatch):
+    """Subnormal numbers and zeros of both signs, exactly; a feature that has a code of no number is none, and no other is."""
+    monkeypatch.setenv("QDSL_CPU_LEVEL", level)
+    cpu_levels.cache_clear()
+    try:
+        layer = QuantLinear(qdsl.load(name, **params, act="f32"), 256, 70)
+        code = layer.scheme.code.dtype
+        values = code.decode(np.arange(256))
+        q = (np.arange(256) + 37 * np.arange(70)[:, None]) % 256
+        q[~np.isfinite(values[q])] = 0
+        none = np.flatnonzero(np.isnan(values))
+        spoiled = np.arange(70) % 3 == 1 if len(none) else np.zeros(70, bool)
+        for n in np.flatnonzero(spoiled):
+            q[n, 5 * n % 256] = none[n % len(none)]
+        patterns = {"q": q.astype(np.uint8), "s": np.full(70, np.float32(1).view(np.uint32))}
+        layer.set_patterns(patterns)
+        expected = torch.from_numpy(np.where(spoiled, np.nan, values[q].T)).float()
+        for variant in layer.kernel.variants(256):
+            for rows in (slice(0, 256), slice(130, 131), slice(7, 9)):
+                y = torch.empty(len(expected[rows]), 70)
+                layer.run_into(torch.eye(256)[rows].contiguous(), y, variant)
+                torch.testing.assert_close(y, expected[rows], rtol=0, atol=0, equal_nan=True)
+    finally:
+        cpu_levels.cache_clear()
+
+
+@pytest.mark.parametrize("group", [128, "k"])
+def test_every_code_of_x_is_its_planes(group):
+    """All upper bytes by the ends of lower ones, by all codes of weights, exactly; scales of x are 1."""
+    codes = torch.arange(-127, 128)[:, None] * 256 + torch.tensor([-128, -127, -1, 0, 127])
+    codes, k = codes.clamp(-32639, 32639).flatten().float(), 256
+    layer, _ = layer_of("w4a16_int", k, 32, group=group)
+    q = np.arange(32)[:, None] % 16 * np.ones((1, k), int)
+    one = layer.scheme.tensor("s").dtype.encode(np.ones((32, 1 if group == "k" else 2)))
+    layer.set_patterns({"q": q.astype(np.uint8), "s": one, "z": np.full(one.shape, 9, np.uint8)})
+    x = torch.zeros(len(codes), k)
+    x[:, 5], x[:, 17], x[:, 6], x[:, 133] = codes, 32639, codes, 32639
+    expected = 2 * (codes[:, None] + 32639).double() * (torch.arange(32) % 16 - 9)
+    for variant in layer.kernel.variants(k):
+        y = torch.empty(len(codes), 32)
+        layer.run_into(x, y, variant)
+        assert torch.equal(y.double(), expected), variant
 
 
 @pytest.mark.parametrize(("name", "params"), [("awq4", {"act": "f32"}), ("awq4", {"act": "bf16"}), ("nf4", {})])

@@ -35,6 +35,7 @@ def parts(s: Scheme, operand: Operand, given: str) -> dict[str, str]:
 
 WEIGHTS = {
     "awq4": {"core": "q - z", "fold": "s"},
+    "w4a16_int": {"core": "q - z", "promote": "s"},
     "bnb_fp4": {"core": "c[q]", "fold": "s"},
     "fp8a16_block": {"core": "q", "fold": "s"},
     "fp8a16_channel": {"core": "q", "epilogue": "s"},
@@ -85,6 +86,7 @@ ACTIVATIONS = {
     "w4a8_dynamic": {"core": "a", "epilogue": "t"},
     "w4a8_fp8": {"core": "a", "epilogue": "t"},
     "w4a8_group": {"core": "a", "epilogue": "t"},
+    "w4a16_int": {"core": "a", "promote": "t"},
     "w8a8_dynamic_asym": {"core": "a", "epilogue": "t", "correction": "-o"},
     "w8a8_mix": {"core": "a", "epilogue": "t"},
     "w8a8_quant_bias": {"core": "a"},

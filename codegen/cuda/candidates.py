@@ -99,7 +99,7 @@ def _hopper(weight: Weight, tile: warp.WarpTile | wgmma.WarpgroupTile) -> Candid
         decode="sums" if few else _decode(weight),
         split=tile.split,
         tail=tile.tail,
-        overlapped=True,
+        overlapped=not few or tile.resident > 1,  # few tokens: if a CTA finds room beside one of the predecessor
     )
     return Candidate(tile.name, lower, work, hopper.order(weight, small), k_multiple=8 * weight.unit)
 

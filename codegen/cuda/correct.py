@@ -327,12 +327,16 @@ def load_groups(k: Kernel, views, slot, f: int, step) -> dict[str, list]:
     for role, dtype in k.weight.grouped.items():
         count = 2 if dtype == "float32" else 1
         words = T.alloc_local([count], "uint32")
-        at = k.lane // 4 * (group_bytes(dtype) // 8)
-        address = views[role].ptr(slot, k.block(f), step, at)
+        address = views[role].ptr(slot, k.block(f), step, group_place(k, dtype))
         loaded[role] = [words[i] for i in range(count)]
         load = {8: "u8", 16: "u16", 32: "b32", 64: "v2.b32"}[group_bytes(dtype)]
         ptx(f"ld.shared.{load}", *loaded[role], address)
     return loaded
+
+
+def group_place(k: Kernel, dtype: str):
+    """Where the values of the lane's features begin in those of a group, in bytes."""
+    return k.lane // 4 * (group_bytes(dtype) // 8)
 
 
 def floats(k: Kernel, dtype: str, words) -> list:

@@ -49,21 +49,26 @@ def load_tokens(k: Kernel, view, slot, first, s: int, loaded):
     An ldmatrix.x4 reads four 8 x 8 matrices, lane l naming row l % 8 of matrix l // 8: both k halves of two
     token tiles or, if there is one token tile, of two times. Fewer than 8 tokens are repeated to fill one.
     """
-    tile, row0 = k.tile, k.token_warp * (8 * k.tile.token_tiles)
     pairs = []
-    if tile.token_tiles == 1 and s % 2:
+    if k.tile.token_tiles == 1 and s % 2:
         return loaded[s - 1][1:]
-    for j in range(0, tile.token_tiles, 2):
-        if tile.token_tiles == 1:
-            row, piece = k.lane % min(8, tile.tokens), k.lane // 8
-        else:
-            row, piece = 8 * j + k.lane // 16 * 8 + k.lane % 8, k.lane // 8 % 2
+    for j in range(0, k.tile.token_tiles, 2):
         b = T.alloc_local([4], "uint32")
-        swizzled = piece ^ (row % 8) ^ (2 * s % 8)  # where FillTokens puts piece + 2 s, modulo 8
-        address = view.ptr(slot, *tile.x_index(first + s // 4, row0 + row, swizzled * 8))
+        address = view.ptr(slot, *token_place(k, first, s, j))
         ptx("ldmatrix.sync.aligned.m8n8.x4.shared.b16", *(b[i] for i in range(4)), address)
         pairs += [(b[0], b[1]), (b[2], b[3])]
     return pairs
+
+
+def token_place(k: Kernel, first, s: int, j: int):
+    """The lane's place in x for that ldmatrix, from token tile j on."""
+    tile, lane = k.tile, k.lane
+    if tile.token_tiles == 1:
+        row, piece = lane % min(8, tile.tokens), lane // 8
+    else:
+        row, piece = lane // 16 * 8 + lane % 8, lane // 8 % 2
+    swizzled = piece ^ (row % 8) ^ (2 * s % 8)  # where FillTokens puts piece + 2 s, modulo 8
+    return tile.x_index(first + s // 4, k.token_warp * (8 * tile.token_tiles) + 8 * j + row, swizzled * 8)
 
 
 def mma(weight: Weight, d, first: int, a, b, start: bool):

@@ -8,9 +8,11 @@ of a row. What lies outside of a tensor becomes zero.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
+import tvm
 from tvm import tirx
+from tvm.sym import Analyzer
 from tvm.tirx.script import builder as T
 
 from qdsl.codegen.cuda.builder import assign, ceildiv, ptx, register, when, wide
@@ -21,6 +23,7 @@ from qdsl.codegen.cuda.weight import BYTES, NIBBLES, Weight
 
 ITEM_BYTES = {**BYTES, "uint32": 4, "uint16": 2, "uint8": 1}
 READ_ONCE = 64  # tokens of a tile up to which its codes are hardly ever read by another CTA as well
+ANALYZER = Analyzer()
 SHARED = 99 * 1024  # bytes that one CTA can have on every GPU since sm_80
 
 
@@ -150,8 +153,35 @@ class View:
         *_, number = position = self.index(stage, *index)
         if self.base is None:
             return self.buffer.ptr_to(position)
-        bits = int(str(self.buffer.dtype).strip("abcdefghijklmnopqrstuvwxyz"))
-        return self.base + T.cast(stage * (int(self.buffer.shape[2]) * bits // 8) + number * (bits // 8), "uint32")
+        return self.base + T.cast(stage * (int(self.buffer.shape[2]) * self.item) + number * self.item, "uint32")
+
+    @property
+    def item(self) -> int:
+        """Bytes of a number."""
+        return tvm.DataType(self.buffer.dtype).itemsize
+
+
+@dataclass(frozen=True)
+class KeptView(View):
+    """The same with some places of the thread in registers: the compiler would compute them anew in every round."""
+
+    kept: list[tuple[tirx.Expr, tirx.Expr]] = field(default_factory=list)  # number within a stage, register of bytes
+
+    def keep(self, *index):
+        """Keep a place that others are at constant distances from."""
+        *_, number = self.index(0, *index)
+        place = T.alloc_local([1], "uint32")
+        ptx("mov.b32", place[0], T.cast(number * self.item, "uint32"))  # what asm returns is not computed again
+        self.kept.append((number, place[0]))
+
+    def ptr(self, stage, *index):
+        *_, number = self.index(stage, *index)
+        for other, place in self.kept:
+            apart = ANALYZER.simplify(number - other)
+            if isinstance(apart, tirx.IntImm):
+                start = self.base + T.cast(stage * (int(self.buffer.shape[2]) * self.item), "uint32")
+                return start + place + T.uint32(int(apart) * self.item)
+        raise AssertionError(f"no place is kept from which {number} is at a constant distance")
 
 
 def declare_views(k: Kernel, base=None) -> dict[str, View]:

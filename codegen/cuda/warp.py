@@ -13,10 +13,12 @@ from dataclasses import dataclass
 from tvm.tirx.script import builder as T
 
 from qdsl.codegen.cuda.builder import assign, ptx, register, when, zeros
-from qdsl.codegen.cuda.correct import SumStep
+from qdsl.codegen.cuda.correct import SumStep, group_place
+from qdsl.codegen.cuda.fragments import token_place
 from qdsl.codegen.cuda.kernel import Kernel
 from qdsl.codegen.cuda.mma import multiply_tiles
 from qdsl.codegen.cuda.ring import Cursor, Ring
+from qdsl.codegen.cuda.stage import KeptView, declare_views
 
 
 def tiles() -> tuple[WarpTile, ...]:
@@ -34,6 +36,7 @@ def tiles() -> tuple[WarpTile, ...]:
         WarpTile("t16_split", 16, warps=2, blocks=2, teams=4, slice=2, stages=12, resident=2, split=2),
         WarpTile("t16_wide", 16, warps=2, blocks=2, teams=4, slice=2, stages=12, resident=2),
         WarpTile("t16_broad", 16, warps=4, blocks=2, teams=2, slice=2, stages=8, resident=2),
+        WarpTile("t16_alone", 16, warps=2, blocks=2, teams=4, slice=2, stages=20, resident=1),
     )
 
 
@@ -148,7 +151,20 @@ class Consumer:
         team = T.alloc_local([1], "int32")
         ptx("shfl_sync.idx.b32", team[0], k.team, T.uint32(0), T.uint32(31), T.uint32(0xFFFFFFFF))
         self.team, self.cursor = team[0], Cursor(k.tile.stages, team[0], 0)
+        self.views = self._views()
         self.acc = zeros(4 * k.tile.feature_tiles * k.tile.token_tiles, "float32")
+
+    def _views(self) -> dict[str, KeptView]:
+        """The stages, with the lane's places in registers."""
+        k, base = self.k, T.alloc_local([1], "uint32")
+        ptx("mov.b32", base[0], T.cuda.cvta_generic_to_shared(k.pool.ptr_to([0])))
+        views = {operand: KeptView(**vars(view)) for operand, view in declare_views(k, base[0]).items()}
+        views["q"].keep(k.block(0), 0, k.lane, 0)
+        for s in range(0, 4, 1 if k.tile.token_tiles > 1 else 2):
+            views["x"].keep(*token_place(k, 0, s, 0))
+        for role, dtype in k.weight.grouped.items():
+            views[role].keep(k.block(0), 0, group_place(k, dtype))
+        return views
 
     def multiply(self, begin, end):
         """acc = the part's features x tokens, over the team's share of stages begin .. end; -> whether to store it."""
@@ -162,7 +178,7 @@ class Consumer:
             with when(read[0] >= 0):
                 self.ring.release(read[0])
             T.evaluate(T.cuda.mbarrier_wait(self.ring.full(cursor.slot), cursor.phase))
-            multiply_tiles(self.k, self.ring.views, self.acc, cursor.slot, steps, 0, self.tile.slice)
+            multiply_tiles(self.k, self.views, self.acc, cursor.slot, steps, 0, self.tile.slice)
             assign(read, 0, cursor.slot)
             cursor.advance(teams)
         return None

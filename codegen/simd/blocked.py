@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 LANES = 16
 FEATURES = 2 * LANES  # of a block, whose codes lie in one stream: two vectors hide the latency of the products
+BYTES = 127 * 256 + 127  # the largest number that is 256 of an int8 and one of another
 DEPTH = {"f32": 1, "bf16": 2, "i16": 2, "u8": 4}
 
 
@@ -38,15 +39,18 @@ class Blocked:
     """The SIMD kernels' view of a scheme.
 
     unit     what multiplies
-    planes   numbers of the unit whose sum is a number of x: a float16 is the sum of two bfloat16, a float32 of three
+    planes   numbers of the unit that make a number of x: a float16 is the sum of two bfloat16, a float32 of three, and a code
+             of x of more than 8 bits is 256 of its first int8 and one of its second, whose sums are kept apart
     decode   how codes become operands: "shift" (they are operands), "look up" (a table of 16), "number" (converted)
     values   what operands stand for, by bit pattern of the code
     offset   by which an operand is above what its code stands for (whole; "shift" alone)
     zero     the tensor of whole numbers that is taken off the codes of a group, after their sum
     step     inputs of a group; None: one group
     tiles    whether the unit also multiplies tiles of 16 by 16
-    direct   whether these are loaded from the codes themselves, which are bytes; signed ones meet a signed x
+    direct   whether these are loaded from the codes themselves, which are bytes
+    signed   whether tiles hold signed bytes: the codes, or what they are less their offset and their group's zero
     folds    whether tiles may hold finished weights, rounded to bfloat16: its scheme rounds them so, or not at all
+    small_floats  whether codes are floats of 8 bits that float16 holds, but for a power of two
     """
 
     code: str
@@ -60,11 +64,25 @@ class Blocked:
     step: int | None
     tiles: bool
     direct: bool
+    signed: bool
     folds: bool
+    small_floats: bool
 
     @property
     def depth(self) -> int:
         return DEPTH[self.unit]
+
+    @property
+    def beside(self) -> int:
+        """Inputs whose codes lie an equal part of a word apart: those of an operand, or pairs of small floats, which become
+        float16 two at a time."""
+        return max(self.depth, 2) if self.small_floats else self.depth
+
+    @property
+    def places(self) -> tuple[int, ...]:
+        """The bits of a word that codes begin at, by rising k."""
+        parts = range(0, 32, 32 // self.beside)
+        return tuple(part + q * self.bits for q in range(self.inputs // self.beside) for part in parts)
 
     @property
     def inputs(self) -> int:
@@ -77,10 +95,20 @@ class Blocked:
         return self.unit in ("u8", "i16")
 
     @property
+    def apart(self) -> int:
+        """Sums that are kept for a token: of each plane, where these stand for different powers of 256."""
+        return self.planes if self.whole else 1
+
+    @property
     def tile_inputs(self) -> int:
         """Inputs of one tile: 64 bytes of x, or as many as divide a group."""
         most = 16 * self.depth
         return math.gcd(self.step, most) if self.step else most
+
+    @property
+    def floats(self) -> bool:
+        """Whether vectors multiply float32 instead, where the unit multiplies tiles."""
+        return self.tiles and self.unit == "bf16" and (self.planes > 1 or self.decode == "number")
 
     @property
     def flips(self) -> bool:
@@ -89,8 +117,8 @@ class Blocked:
 
     @property
     def excess(self) -> float:
-        """The largest number that a code has too much until its group is corrected."""
-        return float(max(map(abs, self.values))) if self.zero and not self.whole else 0.0
+        """The largest number that a code has too much until its group is corrected, in float32."""
+        return float(max(map(abs, self.values))) if self.zero else 0.0
 
     def __str__(self) -> str:
         about = f"{self.unit} of {self.depth} inputs a lane{', tiles' if self.tiles else ''}; codes by {self.decode}"
@@ -129,23 +157,38 @@ def blocked(
         unit = "bf16" if narrow else "f32"
         offset = 0
     else:
-        unit, planes = ("u8" if "vnni" in target.units else "i16"), 1
-        if of_x is None or not of_x.fits(dtype("i8")):
+        if of_x is None or not of_x.fits(dtype("i16")):
             return None
+        unit = "u8" if "vnni" in target.units and of_x.high <= BYTES else "i16"
+        planes = 2 if unit == "u8" and not of_x.fits(dtype("i8")) else 1
         offset = -int(values.min())
         decode = "shift" if _patterns(values + offset, bits) else None
     if decode is None:
         return None
     found = tuple(float(v) for v in values + offset)
     view = Blocked(
-        code.name, bits, unit, planes if unit == "bf16" else 1, decode, found, offset, zero or None, step,
-        False, False, False,
+        code.name, bits, unit, planes if unit != "f32" else 1, decode, found, offset, zero or None, step,
+        False, False, False, False, decode == "number" and not found[0] and _halves(code.dtype),
     )  # fmt: skip
     if "amx" not in target.units or unit not in ("bf16", "u8") or view.tile_inputs % max(view.inputs, LANES):
         return view
     of_groups = any(e is not None for e in (x.fold, x.promote, x.correction))
     folds = unit == "bf16" and bool(step) and scheme.compute.operand == dtype("bf16") and not of_groups
-    return replace(view, tiles=True, direct=unit == "u8" and bits == 8 and x.correction is None, folds=folds)
+    direct = unit == "u8" and bits == 8 and x.correction is None
+    made = unit == "u8" and bool(step) and x.correction is None and weight.range.fits(dtype("i8"))
+    return replace(view, tiles=True, direct=direct, signed=view.flips if direct else made, folds=folds)
+
+
+def _halves(code: DType) -> bool:
+    """Whether the fields of floats of 8 bits are those of float16, but for the exponent's bias and, of its bits, leading ones;
+    a code that alone is none may be another number there."""
+    return (
+        code.is_float
+        and code.signed
+        and code.bits == 8
+        and code.exponent <= 5
+        and (code.special != "ieee" or code.exponent == 5)
+    )
 
 
 def _numbers(code: DType, values: np.ndarray) -> bool:
@@ -165,12 +208,12 @@ def _all_fit(values: np.ndarray, kind: DType) -> bool:
     return bool(np.array_equal(kind.round(values), values, equal_nan=True))
 
 
-def codes(bits: int, depth: int) -> Layout:
+def codes(bits: int, beside: int) -> Layout:
     """Words of a lane (feature u, v) with the codes of 32 / bits inputs: those of one operand (p) a part of the word apart,
     so that a shift and a mask, or a look-up, make the operands q of all lanes at once."""
-    operands = 32 // (bits * depth)
+    operands = 32 // (bits * beside)
     dims = (
         (Digit("o"), Digit("u", 2), Digit("v", LANES)),
-        (Digit("i"), Digit("q", operands), Digit("p", depth)),
+        (Digit("i"), Digit("q", operands), Digit("p", beside)),
     )
     return Layout(dims, (Axis(("o",)), Axis(("i",)), Axis(("u", "v"), (Run((Lane("p"), Lane("q"))),))), bits, 32)

@@ -36,14 +36,45 @@ def floats(b: Blocked, code: DType, words: tirx.Expr, entries: tirx.Buffer | Non
     """The codes of a vector of words as float32, by rising k; `entries` are floats."""
 
     def value(at: int) -> tirx.Expr:
-        v = words >> splat(tirx.const(at, "uint32")) if at else words
-        if entries is not None:
-            return primitives.look_up(entries[_whole()], primitives.bits(v))
-        found, less = _number(code, v, at + b.bits == 32), _less(b, code)
-        return primitives.bits(found - splat(tirx.const(less, "float32")) if less else found)
+        if entries is None:
+            return primitives.bits(_number(b, code, words, at))
+        return primitives.look_up(entries[_whole()], primitives.bits(_shifted(words, at)))
 
-    part = 32 // b.depth
-    return [value(q * b.bits + p * part) for q in range(b.inputs // b.depth) for p in range(b.depth)]
+    return [value(at) for at in b.places]
+
+
+def pairs(code: DType, words: tirx.Expr) -> list[list[tirx.Expr]]:
+    """Small floats as float32 in pairs of inputs, by rising k: those of the lower and of the upper half of the features, whose
+    two inputs are neighbouring lanes.  `lift` is left to multiply them by."""
+    narrow = 5 - code.exponent  # bits of the exponent that float16 has more
+    kept = (0x8000 | 0x7F00 >> narrow) - (1 << 16)
+
+    def half(value: int) -> tirx.Expr:
+        return tirx.Broadcast(tirx.const(value, "int16"), 2 * LANES)
+
+    def both(upper_bytes: tirx.Expr) -> list[tirx.Expr]:
+        moved = upper_bytes >> half(narrow) if narrow else upper_bytes
+        return [primitives.of_halves(primitives.bits(moved & half(kept)), upper) for upper in (False, True)]
+
+    halves = T.reinterpret(f"int16x{2 * LANES}", words)
+    return [both(halves << half(8)), both(halves)]
+
+
+def lift(code: DType) -> float:
+    """By what float16 has a small float too small, subnormal ones too: the difference of the biases."""
+    return 2.0 ** (15 - code.bias)
+
+
+def largest(found: tirx.Expr, words: tirx.Expr) -> tirx.Expr:
+    """The largest magnitude so far of each byte of a vector's codes."""
+    bytes_ = (T.reinterpret(f"uint8x{4 * LANES}", v) for v in (found, words & _u(0x7F7F7F7F)))
+    return T.reinterpret("uint32x16", T.max(*bytes_))
+
+
+def spoiled(found: tirx.Expr, value: tirx.Expr) -> tirx.Expr:
+    """value, but NaN where the largest magnitude of a lane's codes is that of the one that is no number."""
+    nan = splat(tirx.const(float("nan"), "float32"))
+    return tirx.Select(((found + _u(0x01010101)) & _u(0x80808080)) != _u(0), nan, value)
 
 
 def finished(
@@ -55,19 +86,20 @@ def finished(
     more: tirx.Expr | None,
 ) -> list[tirx.Expr]:
     """The same of finished weights: scale * code + more, rounded to bfloat16; `entries` are floats."""
-    less = _less(b, code)
 
     def value(at: int) -> tirx.Expr:
-        v = words >> splat(tirx.const(at, "uint32")) if at else words
         if entries is not None:
-            found = primitives.look_up_floats(entries[_whole()], primitives.bits(v))
+            found = primitives.look_up_floats(entries[_whole()], primitives.bits(_shifted(words, at)))
         else:
-            found = _number(code, v, at + b.bits == 32)
-            found = found - splat(tirx.const(less, "float32")) if less else found
+            found = _number(b, code, words, at)
         found = found if scale is None else found * scale
         return found if more is None else found + more
 
     return [primitives.packed(value(q * b.bits), value(q * b.bits + 16)) for q in range(b.inputs // b.depth)]
+
+
+def _shifted(words: tirx.Expr, by: int) -> tirx.Expr:
+    return words >> splat(tirx.const(by, "uint32")) if by else words
 
 
 def _whole() -> tirx.Expr:
@@ -80,44 +112,30 @@ def _less(b: Blocked, code: DType) -> float:
 
 def operands(b: Blocked, code: DType, words: tirx.Expr, entries: tirx.Buffer | None) -> list[tirx.Expr]:
     """The vectors (int32x16) of operands of a vector of words (uint32x16), by rising k."""
-
-    def shifted(by: int) -> tirx.Expr:
-        return words >> splat(tirx.const(by, "uint32")) if by else words
-
-    def u(value: int) -> tirx.Expr:
-        return splat(tirx.const(value, "uint32"))
-
     count = b.inputs // b.depth
     if b.decode == "look up":
         held = entries[_whole()]
-        return [primitives.look_up(held, primitives.bits(shifted(q * b.bits))) for q in range(count)]
+        return [primitives.look_up(held, primitives.bits(_shifted(words, q * b.bits))) for q in range(count)]
     if b.decode == "shift":
         part = 32 // b.depth
         mask = sum(((1 << b.bits) - 1) << (part * p) for p in range(b.depth))
         flip = _flipped(b)
         found = []
         for q in range(count):
-            v = shifted(q * b.bits)
-            v = v if mask == 0xFFFFFFFF else v & u(mask)
-            found.append(primitives.bits(v ^ u(flip) if flip else v))
+            v = _shifted(words, q * b.bits)
+            v = v if mask == 0xFFFFFFFF else v & _u(mask)
+            found.append(primitives.bits(v ^ _u(flip) if flip else v))
         return found
     if pairs_of_floats(b, code):
-        pairs = [shifted(q * b.bits) & u(0x00FF00FF) for q in range(count)]
+        pairs = [_shifted(words, q * b.bits) & _u(0x00FF00FF) for q in range(count)]
         return [primitives.widened(primitives.bits(v)) for v in pairs]
-    less = _less(b, code)
-
-    def number(at: int) -> tirx.Expr:
-        """The code that begins at a bit of the words, as a float32."""
-        value = _number(code, shifted(at), at + b.bits == 32)
-        return value - splat(tirx.const(less, "float32")) if less else value
-
     found = []
     for q in range(count):
         if b.depth == 1:
-            found.append(T.reinterpret(primitives.INT, number(q * b.bits)))
+            found.append(primitives.bits(_number(b, code, words, b.places[q])))
         else:  # a bfloat16 is the upper half of the float32
-            even, odd = (T.reinterpret("uint32x16", number(q * b.bits + p * 16)) for p in (0, 1))
-            found.append(primitives.bits((even >> u(16)) | (odd & u(0xFFFF0000))))
+            even, odd = (T.reinterpret("uint32x16", _number(b, code, words, q * b.bits + p * 16)) for p in (0, 1))
+            found.append(primitives.bits((even >> _u(16)) | (odd & _u(0xFFFF0000))))
     return found
 
 
@@ -134,28 +152,48 @@ def _flipped(b: Blocked) -> int:
     return sum(1 << (part * p + b.bits - 1) for p in range(b.depth))
 
 
-def _number(code: DType, v: tirx.Expr, last: bool) -> tirx.Expr:
-    """The codes in the low bits of 32-bit lanes as float32; `last`: nothing lies above them."""
+def _number(b: Blocked, code: DType, words: tirx.Expr, at: int) -> tirx.Expr:
+    """What the bytes that begin at a bit of the words stand for, as float32."""
+    less = _less(b, code)
+    if code.is_float:
+        value = _small_float(code, _shifted(words, at))
+    else:
+        whole = int(less) if less == int(less) and abs(less) < 1 << 15 else 0
+        value, less = _byte(code, words, at, whole), less - whole
+    return value - splat(tirx.const(less, "float32")) if less else value
 
-    def u(value: int) -> tirx.Expr:
-        return splat(tirx.const(value, "uint32"))
+
+def _byte(code: DType, words: tirx.Expr, at: int, less: int) -> tirx.Expr:
+    """Integers of 8 bits, less a whole number: as the lowest bits of the mantissa of 2^23, or as those above 8 others, from
+    which that power is taken.  A processor does more such instructions at once than shifts and conversions."""
+    place, signed = at % 16, code.kind == "int"
+    lifted = (_shifted(words, at - place) & _u(0xFF << place)) ^ _u(0x4B000000 | (signed << (place + 7)))
+    above = (1 << 23) + (
+        ((128 if signed else 0) + less) << place
+    )  # a signed code lies 128 above itself, its top bit flipped
+    value = T.reinterpret(primitives.FLOAT, lifted)
+    scale, off = (splat(tirx.const(v, "float32")) for v in (2.0**-place, -above * 2.0**-place))
+    return primitives.multiply_add(value, scale, off) if place else value + off
+
+
+def _u(value: int) -> tirx.Expr:
+    return splat(tirx.const(value, "uint32"))
+
+
+def _small_float(code: DType, v: tirx.Expr) -> tirx.Expr:
+    """The floats in the low bits of 32-bit lanes as float32."""
 
     def f(value: tirx.Expr) -> tirx.Expr:
         return T.reinterpret(primitives.FLOAT, value)
 
-    if code.is_integer:
-        if code.kind == "int":
-            up = splat(tirx.const(32 - code.bits, "int32"))
-            return T.cast((primitives.bits(v) << up) >> up, primitives.FLOAT)
-        return T.cast(primitives.bits(v if last else v & u(code.mask)), primitives.FLOAT)
     # As `primitives.small_float`; a subnormal number is what lies above the smallest normal one in the next binade.
-    magnitude = v & u(code.mask >> 1)
-    moved = magnitude << u(23 - code.mantissa)
-    normal = moved + u((127 - code.bias) << 23)
+    magnitude = v & _u(code.mask >> 1)
+    moved = magnitude << _u(23 - code.mantissa)
+    normal = moved + _u((127 - code.bias) << 23)
     smallest = splat(tirx.const(2.0 ** (1 - code.bias), "float32"))
-    small = f(moved + u((128 - code.bias) << 23)) - smallest
-    value = T.reinterpret("uint32x16", tirx.Select(magnitude < u(1 << code.mantissa), small, f(normal)))
+    small = f(moved + _u((128 - code.bias) << 23)) - smallest
+    value = T.reinterpret("uint32x16", tirx.Select(magnitude < _u(1 << code.mantissa), small, f(normal)))
     first = {"nan": code.mask >> 1, "ieee": ((1 << code.exponent) - 1) << code.mantissa}.get(code.special)
     if first:
-        value = tirx.Select(magnitude >= u(first), normal | u(0x7F800000), value)
-    return f(value | ((v & u(1 << (code.bits - 1))) << u(32 - code.bits)))
+        value = tirx.Select(magnitude >= _u(first), normal | _u(0x7F800000), value)
+    return f(value | ((v & _u(1 << (code.bits - 1))) << _u(32 - code.bits)))

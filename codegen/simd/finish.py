@@ -26,10 +26,10 @@ class Group:
 
     def __init__(self, s: State, block: tirx.Expr, start: tirx.Expr, end: tirx.Expr, ones: Of | None):
         self.s, self.start, self.count = s, start, end - start
-        weight, b = s.plan.weight, s.blocked
+        weight = s.plan.weight
         scale, correction = first(weight.fold, weight.promote), weight.correction
         self.scale = local((FEATURES,), "float32") if scale is not None else None
-        self.correction = local((FEATURES,), "float32") if correction is not None or b.zero else None
+        self.correction = local((FEATURES,), "float32") if correction is not None or s.zero else None
         self.weights = local((FEATURES,), "float32") if ones is not None else None
 
         def at(v: tirx.Expr) -> dict[str, tirx.Expr]:
@@ -38,8 +38,8 @@ class Group:
 
         def corrected(v: tirx.Expr) -> tirx.Expr:
             total = factor(s, correction, at(v))
-            if b.zero:  # what is laid out in blocks holds zeros beyond n
-                zero = as_float(s.own.element(b.zero, {**at(v), "n": at(v)["padded"]}))
+            if s.zero:  # what is laid out in blocks holds zeros beyond n
+                zero = as_float(s.own.element(s.zero, {**at(v), "n": at(v)["padded"]}))
                 zero = times(zero, self.scale[v] if self.scale is not None else None)
                 total = -zero if total is None else total - zero
             return total
@@ -58,32 +58,44 @@ class Group:
 
     def promote(self, token: tirx.Expr, group: tirx.Expr, part: Of, acc: tirx.Buffer, *row) -> None:
         """acc[row] += what `promoted` says."""
-        value = self.promoted(token, group, part)
-        for_features(lambda v: store(acc, acc[(*row, v)] + value(v), *row, v))
+        terms = self._terms(token, group, part)
+        for_features(lambda v: store(acc, _sum([acc[(*row, v)], *terms(v)]), *row, v))
 
     def promoted(self, token: tirx.Expr, group: tirx.Expr, part: Of) -> Of:
         """Σ (xc·gx + cx)(wc·gw + cw) over the group, from the group's four sums."""
+        terms = self._terms(token, group, part)
+        return lambda v: _sum(terms(v))
+
+    def _terms(self, token: tirx.Expr, group: tirx.Expr, part: Of) -> Callable[[tirx.Expr], list[tirx.Expr]]:
+        """Products, each of which is added to a sum by one instruction."""
         s, activation = self.s, self.s.plan.activation
         token = inside(token, s.own.sizes["m"])
         at = {"m": token, "k": self.start}
         gx, cx = factor(s, first(activation.fold, activation.promote), at), factor(s, activation.correction, at)
         x_sum = s.sums[token, group] if s.sums is not None else None
 
-        def total(v: tirx.Expr) -> tirx.Expr:
-            gw = self.scale[v] if self.scale is not None else None
-            value = part(v)
+        def terms(v: tirx.Expr) -> list[tirx.Expr]:
+            gw, value = self.scale[v] if self.scale is not None else None, part(v)
             if s.offset:
                 value = value - x_sum * tirx.const(s.offset, "int32")
-            value = times(as_float(value), gx, gw)
+            found = [times(as_float(value), gx, gw)]
             if self.correction is not None:
-                value = value + times(as_float(x_sum), gx, self.correction[v])
+                scaled = times(as_float(x_sum), gx) if s.offset else x_sum
+                found.append(times(scaled, self.correction[v]))
             if cx is not None:
-                value = value + times(self.weights[v], gw, cx)
+                found.append(times(self.weights[v], gw, cx))
             if self.correction is not None and cx is not None:
-                value = value + times(T.cast(self.count, "float32"), self.correction[v], cx)
-            return value
+                found.append(times(T.cast(self.count, "float32"), self.correction[v], cx))
+            return found
 
-        return total
+        return terms
+
+
+def _sum(terms: list[tirx.Expr]) -> tirx.Expr:
+    value, *rest = terms
+    for term in rest:
+        value = value + term
+    return value
 
 
 def output(s: State, token: tirx.Expr, block: tirx.Expr, acc: Of) -> None:

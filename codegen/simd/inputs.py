@@ -2,6 +2,7 @@
 
 A float is cut into planes by its leading bits, so that the planes' sum is exact: bfloat16 has 8 of a float16's 11 bits and of
 a float32's 24.  Cutting, unlike rounding, never makes an infinity of a finite number; an infinity's other planes are 0.
+A code of more than 8 bits is 256 of one byte and one of another, both signed.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from tvm.tirx.script import builder as T
 
 from qdsl.codegen import quantize
 from qdsl.codegen.function import buffer_shape, store
-from qdsl.codegen.portable import activation_core
+from qdsl.codegen.portable import activation_core, factor, first, times
 from qdsl.codegen.simd.blocked import LANES
 from qdsl.codegen.simd.state import State, div, for_lanes, local, mod
-from qdsl.codegen.tir import as_float, bits_of, choose, f32, float_of, i64, u32
+from qdsl.codegen.tir import as_float, bits_of, choose, f32, float_of, i32, i64, u32
 from qdsl.scheme import Tensor
 
 ELEMENT = {"f32": "float32", "bf16": "uint16", "i16": "int16", "u8": "int8"}
@@ -29,12 +30,12 @@ def allocate(s: State) -> None:
         shape = div(s.tokens, token * i64(2)), div(s.padded, tile), planes, i64(2), token, tile
     s.x = T.alloc_buffer(shape, kind, scope="global")
     if s.corrected:
-        s.sums = T.alloc_buffer((s.tokens, s.groups), s.kind, scope="global")
+        s.sums = T.alloc_buffer((s.tokens, s.groups), s.kind if s.offset else "float32", scope="global")
     if s.weighed:
         s.ones = T.alloc_buffer((s.padded,), kind, scope="global")
         with T.serial(i64(0), s.padded) as i:
             one = T.if_then_else(i < s.own.sizes["k"], tirx.const(1, s.kind), tirx.const(0, s.kind))
-            store(s.ones, _planes(s, one)[0], i)
+            store(s.ones, _planes(s, one)[-1 if s.blocked.whole else 0], i)
     for tensor in _computed(s):
         if not quantize.inline(s.own, tensor):
             s.own.buffers[tensor.name] = T.alloc_buffer(*buffer_shape(s.own, tensor), scope="global")
@@ -62,7 +63,9 @@ def fill(s: State, row: tirx.Expr) -> None:
         value = activation_core(s, row, at + v)
         put(at, v, value)
         if total is not None:  # of what has been written: LLVM would compute it again, for that might have changed x
-            added = T.cast(s.x[s.place(row, 0, at, v)], s.kind) if s.blocked.whole else value
+            added = value
+            if s.blocked.whole:
+                added = s.joined([T.cast(s.x[s.place(row, p, at, v)], s.kind) for p in range(s.planes)])
             store(total, total[v] + added, v)
 
     with T.If(row < s.own.sizes["m"]):
@@ -93,7 +96,7 @@ def fill(s: State, row: tirx.Expr) -> None:
                 for_lanes(lambda v: put(i * lanes, v, zero))
             if s.sums is not None:
                 with T.serial(i64(0), s.groups) as g:
-                    store(s.sums, zero, row, g)
+                    store(s.sums, tirx.const(0, s.sums.dtype), row, g)
 
 
 def _sum(s: State, row: tirx.Expr) -> None:
@@ -110,18 +113,24 @@ def _sum(s: State, row: tirx.Expr) -> None:
 
 
 def _add(s: State, lanes: tirx.Buffer, row: tirx.Expr, group: tirx.Expr) -> None:
-    """The sum of a group is that of its lanes."""
+    """The sum of a group is that of its lanes; by the scale of x, unless codes are taken off sums of codes."""
     total = local((1,), s.kind)
     store(total, tirx.const(0, s.kind), 0)
     with T.serial(i64(0), i64(LANES)) as v:
         store(total, total[0] + lanes[v], 0)
-    store(s.sums, total[0], row, group)
+    if s.offset:
+        store(s.sums, total[0], row, group)
+        return
+    activation = s.plan.activation
+    scale = factor(s, first(activation.fold, activation.promote), {"m": row, "k": group * s.step})
+    store(s.sums, times(as_float(total[0]), scale), row, group)
 
 
 def _planes(s: State, value: tirx.Expr) -> list[tirx.Expr]:
     unit = s.unit
-    if s.blocked.whole:
-        return [T.cast(value, ELEMENT[unit])]
+    if s.blocked.whole:  # the last plane has the last 8 bits, as a signed number
+        upper = [T.cast((value + i32(128)) >> i32(8), ELEMENT[unit])] * (s.planes - 1)
+        return [*upper, T.cast(value, ELEMENT[unit])]
     if unit == "f32":
         return [as_float(value)]
     found, rest = [], as_float(value)

@@ -30,10 +30,10 @@ def _linear(plan: Plan, name: str, args: tuple[str, ...]) -> tirx.PrimFunc:
     by_tiles = folds or name == "linear_tiles"
     with open_function(plan, name, args) as (builder, own):
         width = 512 if "avx512" in plan.target.units else 256
-        s = State(plan, b, own, by_tiles, name == "linear_rows" and b.tiles and b.planes > 1, folds)
+        s = State(plan, b, own, by_tiles, name == "linear_rows" and b.floats, folds)
         pairs = code if decode.pairs_of_floats(b, code) and not s.floats else None
         rows_of_b = b.tile_inputs // b.depth if by_tiles else None
-        with primitives.imported(s.unit, width, b.decode == "look up", rows_of_b, pairs, b.direct and b.flips):
+        with primitives.imported(s.unit, width, b.decode == "look up", rows_of_b, pairs, b.signed):
             k, m = own.sizes["k"], own.sizes["m"]
             together = 2 * LANES if by_tiles else panel.at_once(s) if name == "linear_panel" else rows.at_once(s)[-1]
             s.tokens = T.bind(ceil_div(m, together) * i64(together))

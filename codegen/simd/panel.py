@@ -83,18 +83,25 @@ def _square(s, row, to, start, end, operands, part, *, clear: bool) -> None:
     """part[to ...] = (or +=) the products of some tokens, from `row` on, with a panel."""
     b = s.blocked
     sums = [local((FEATURES,), s.kind) for _ in range(at_once(s))]
-    for r, held in enumerate(sums):
-        for u in range(HALVES):
-            zero = primitives.splat(tirx.const(0, s.kind))
-            store(held, zero if clear else part[to + i64(r), ramp(u * LANES)], ramp(u * LANES))
-    with T.serial(i64(0), ceil_div(end - start, b.depth)) as i:
+    zero = primitives.splat(tirx.const(0, s.kind))
+    for turn in range(b.apart):  # plane by plane, sums times 256 in between
+        first, last = turn == 0, turn == b.apart - 1
+        planes = (turn,) if b.whole else range(b.planes)
         for r, held in enumerate(sums):
             for u in range(HALVES):
-                value = held[ramp(u * LANES)]
-                for plane in range(b.planes):
-                    at = s.operand(row + i64(r), plane, start + i * i64(b.depth))
-                    value = primitives.dot(value, operands[i, ramp(u * LANES)], at)
+                value = zero if first else held[ramp(u * LANES)] << primitives.splat(tirx.const(8, s.kind))
+                if last and not clear:
+                    before = part[to + i64(r), ramp(u * LANES)]
+                    value = before if first else value + before
                 store(held, value, ramp(u * LANES))
+        with T.serial(i64(0), ceil_div(end - start, b.depth)) as i:
+            for r, held in enumerate(sums):
+                for u in range(HALVES):
+                    value = held[ramp(u * LANES)]
+                    for plane in planes:
+                        at = s.operand(row + i64(r), plane, start + i * i64(b.depth))
+                        value = primitives.dot(value, operands[i, ramp(u * LANES)], at)
+                    store(held, value, ramp(u * LANES))
     for r, held in enumerate(sums):
         for u in range(HALVES):
             store(part, held[ramp(u * LANES)], to + i64(r), ramp(u * LANES))

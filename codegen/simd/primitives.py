@@ -102,6 +102,38 @@ define linkonce_odr <16 x i32> @qdsl_dot(<16 x i32> %sum, <16 x i32> %w, ptr %at
 """,
 }
 
+# Two inputs' products in neighbouring lanes.
+_PAIRS = """
+define linkonce_odr <16 x float> @qdsl_dot_pairs(<16 x float> %sum, <16 x i32> %w, ptr %at) alwaysinline {
+  %value = load i64, ptr %at, align 1
+  %first = insertelement <8 x i64> poison, i64 %value, i64 0
+  %all = shufflevector <8 x i64> %first, <8 x i64> poison, <8 x i32> zeroinitializer
+  %x = bitcast <8 x i64> %all to <16 x float>
+  %v = bitcast <16 x i32> %w to <16 x float>
+  %r = call <16 x float> @llvm.fma.v16f32(<16 x float> %v, <16 x float> %x, <16 x float> %sum)
+  ret <16 x float> %r
+}
+define linkonce_odr <16 x float> @qdsl_sum_pairs(<16 x float> %low, <16 x float> %high) alwaysinline {
+  %even = shufflevector <16 x float> %low, <16 x float> %high, <16 x i32> <EVEN>
+  %odd = shufflevector <16 x float> %low, <16 x float> %high, <16 x i32> <ODD>
+  %r = fadd <16 x float> %even, %odd
+  ret <16 x float> %r
+}
+""" + "".join(
+    f"""
+define linkonce_odr <16 x i32> @qdsl_of_{name}_halves(<16 x i32> %words) alwaysinline {{
+  %all = bitcast <16 x i32> %words to <32 x half>
+  %some = shufflevector <32 x half> %all, <32 x half> poison, <16 x i32> <{", ".join(f"i32 {i}" for i in lanes)}>
+  %wide = fpext <16 x half> %some to <16 x float>
+  %r = bitcast <16 x float> %wide to <16 x i32>
+  ret <16 x i32> %r
+}}
+"""
+    for name, lanes in (("lower", range(LANES)), ("upper", range(LANES, 2 * LANES)))
+)
+for name, first in (("EVEN", 0), ("ODD", 1)):
+    _PAIRS = _PAIRS.replace(name, ", ".join(f"i32 {i}" for i in range(first, 2 * LANES, 2)))
+
 # `vpermw` and `vpermps` look at the low 5 and 4 bits of an index alone.
 _LOOK_UP = {
     "bf16": """
@@ -265,6 +297,8 @@ def imported(
     """
     wide = {"bf16": "bf16", "u8": "u8"}
     text = _SPREAD + _PREFETCH + _DOTS["f32" if unit == "f32" else wide.get(unit) or f"{unit} {width}"]
+    if unit == "f32":
+        text += _PAIRS
     if look_up:
         text += _LOOK_UP[wide.get(unit) or f"{unit} {width}"]
     if code is not None:
@@ -294,6 +328,26 @@ def dot(sums: tirx.Expr, weights: tirx.Expr, at: tirx.Expr) -> tirx.Expr:
     """sums + the products of each lane's weights and the inputs at an address, which all lanes share."""
     kind = FLOAT if "float" in str(sums.ty.dtype) else INT
     return T.call_extern(kind, _named("dot"), sums, weights, at)
+
+
+def dot_pairs(sums: tirx.Expr, weights: tirx.Expr, at: tirx.Expr) -> tirx.Expr:
+    """sums + the products of float32 and the two at an address, by turns."""
+    return T.call_extern(FLOAT, _named("dot_pairs"), sums, weights, at)
+
+
+def sum_pairs(low: tirx.Expr, high: tirx.Expr) -> tirx.Expr:
+    """The sums of neighbouring lanes of two vectors of float32."""
+    return T.call_pure_extern(FLOAT, _named("sum_pairs"), low, high)
+
+
+def of_halves(words: tirx.Expr, upper: bool) -> tirx.Expr:
+    """Float16 of the lower or the upper half of a vector as float32."""
+    return T.call_pure_extern(INT, _named(f"of_{'upper' if upper else 'lower'}_halves"), words)
+
+
+def multiply_add(a: tirx.Expr, b: tirx.Expr, c: tirx.Expr) -> tirx.Expr:
+    """a * b + c, rounded once."""
+    return T.fma(a, b, c)
 
 
 def look_up(table: tirx.Expr, at: tirx.Expr) -> tirx.Expr:

@@ -2,8 +2,8 @@
 
 The weight is read once, in one stream, for every such few tokens.  Sums are kept apart by the operand of a word that they come
 from, while there are registers for it: one sum alone would wait for the latency of every product.  Where tiles multiply
-bfloat16, on Intel's processors, and x has several planes, vectors of float32 are multiplied instead: there they are twice as
-fast as vectors of bfloat16.
+bfloat16, on Intel's processors, and x has several planes or codes are bytes, vectors of float32 are multiplied instead: there
+they are twice as fast as vectors of bfloat16.
 """
 
 from __future__ import annotations
@@ -19,9 +19,7 @@ from qdsl.codegen.simd.state import HALVES, State, ceil_div, div, for_features, 
 from qdsl.codegen.tir import f32, i64
 
 AHEAD = 64  # words of a lane that are asked for before they are needed: 8 KiB
-AHEAD_OF_FLOATS = (
-    24  # where float32 are multiplied, which takes longest: 15 % less time than with 64, the others 2 to 8 % more
-)
+AHEAD_OF_FOUR = 24  # where float32 of four tokens are multiplied, which takes longest: 5 % less time, of one 2 % more
 CHAINS = 8  # sums that hide the latency of a product
 
 
@@ -51,49 +49,77 @@ def block_of(s: State, block: tirx.Expr) -> None:
 
 def _few(s: State, block: tirx.Expr, row: tirx.Expr, count: int, entries: tirx.Buffer | None) -> None:
     """y of `count` tokens from `row` on."""
-    b, k = s.blocked, s.own.sizes["k"]
+    b, k, code = s.blocked, s.own.sizes["k"], s.plan.scheme.code.dtype
     rows = count + s.weighed  # and one that is all ones
-    chains = max(1, CHAINS // (rows * HALVES))
-    words = max(1, chains * s.depth // b.inputs)  # that are worked on at once
+    vectors = 2 if s.pairs else 1  # of sums, for a vector of features
+    chains = max(1, CHAINS // (rows * b.apart * HALVES * vectors))
+    depth = s.depth * vectors
+    words = max(1, chains * depth // b.inputs)  # that are worked on at once
     acc = [local((FEATURES,), "float32") for _ in range(count)]
-    part = [[local((FEATURES,), s.kind) for _ in range(chains)] for _ in range(rows)]
-    weights, code, zero = s.own.buffers[b.code], s.plan.scheme.code.dtype, tirx.const(0, s.kind)
+    part = [
+        [[local((FEATURES * vectors,), s.kind) for _ in range(chains)] for _ in range(b.apart)] for _ in range(rows)
+    ]
+    spoils = s.pairs and code.special == "nan"
+    seen = local((FEATURES,), "uint32") if spoils else None  # the largest magnitudes of codes
+    weights, zero = s.own.buffers[b.code], tirx.const(0, s.kind)
+    dot = primitives.dot_pairs if s.pairs else primitives.dot
+    ahead = i64(AHEAD_OF_FOUR if s.floats and count == 4 else AHEAD)
     for held in acc:
         for_features(lambda v, held=held: store(held, f32(0), v))
 
     def work(first: tirx.Expr, count_of_words: int) -> None:
         for w in range(count_of_words):
             i = first + i64(w)
-            ahead = i64(AHEAD_OF_FLOATS if s.floats else AHEAD)
-            for u in range(HALVES):
+            for u in range(HALVES):  # one after the other: lines that are asked for together wait for each other
                 primitives.prefetch(T.address_of(weights[block, i + ahead, i64(u * LANES)]))
-            read = [T.bind(weights[block, i, ramp(u * LANES)]) for u in range(HALVES)]
-            operands = decode.floats if s.floats else decode.operands
-            vectors = [[T.bind(v) for v in operands(b, code, held, entries)] for held in read]
-            for q in range(b.inputs // s.depth):
-                at = i * i64(b.inputs) + i64(q * s.depth)
-                for r in range(rows):
-                    held = part[r][(w * b.inputs // s.depth + q) % chains]
-                    for u in range(HALVES):
-                        value = held[ramp(u * LANES)]
-                        if r == count:
-                            value = primitives.dot(value, vectors[u][q], s.one(at))
-                        else:
-                            for plane in range(s.planes):
-                                value = primitives.dot(value, vectors[u][q], s.operand(row + i64(r), plane, at))
-                        store(held, value, ramp(u * LANES))
+                held = T.bind(weights[block, i, ramp(u * LANES)])
+                if seen is not None:
+                    store(seen, decode.largest(seen[ramp(u * LANES)], held), ramp(u * LANES))
+                for q, some in enumerate(decoded(held)):
+                    at = i * i64(b.inputs) + i64(q * depth)
+                    for j, vector in enumerate(T.bind(v) for v in some):
+                        for r in range(rows):
+                            for plane in range(1 if r == count else s.planes):
+                                sums = part[r][plane % b.apart][(w * b.inputs // depth + q) % chains]
+                                to, x = ramp((u * vectors + j) * LANES), operand(r, plane, at)
+                                store(sums, dot(sums[to], vector, x), to)
+
+    def decoded(held: tirx.Expr) -> list[list[tirx.Expr]]:
+        if s.pairs:
+            return decode.pairs(code, held)
+        return [[v] for v in (decode.floats if s.floats else decode.operands)(b, code, held, entries)]
+
+    def operand(r: int, plane: int, at: tirx.Expr) -> tirx.Expr:
+        return s.one(at) if r == count else s.operand(row + i64(r), plane, at)
 
     def sum_of(r: int, v: tirx.Expr) -> tirx.Expr:
-        total = part[r][0][v]
-        for held in part[r][1:]:
-            total = total + held[v]
+        planes = []
+        for own in part[r][: 1 if r == count else b.apart]:
+            total = own[0][v]
+            for held in own[1:]:
+                total = total + held[v]
+            planes.append(total)
+        return s.joined(planes)
+
+    def joined(r: int) -> tirx.Buffer:
+        """A token's sums, of pairs."""
+        total = local((FEATURES,), s.kind)
+        for u in range(HALVES):
+            value = primitives.sum_pairs(*(sum_of(r, ramp((u * 2 + j) * LANES)) for j in (0, 1)))
+            value = value * primitives.splat(tirx.const(decode.lift(code), s.kind))
+            value = value if seen is None else decode.spoiled(seen[ramp(u * LANES)], value)
+            store(total, value, ramp(u * LANES))
         return total
 
     with T.serial(i64(0), s.groups) as g:
         start = T.bind(g * s.step)
         end = T.bind(T.min(start + s.step, k))
-        for held in (p for own in part for p in own):
-            for_features(lambda v, held=held: store(held, zero, v))
+        for held in (held for planes in part for own in planes for held in own):
+            for j in range(HALVES * vectors):
+                store(held, primitives.splat(zero), ramp(j * LANES))
+        if seen is not None:
+            for u in range(HALVES):
+                store(seen, primitives.splat(tirx.const(0, "uint32")), ramp(u * LANES))
         first, last = T.bind(div(start, i64(b.inputs))), T.bind(ceil_div(end, b.inputs))
         several = T.bind(div(last - first, i64(words)))
         with T.serial(i64(0), several) as i:
@@ -101,9 +127,14 @@ def _few(s: State, block: tirx.Expr, row: tirx.Expr, count: int, entries: tirx.B
         if words > 1:
             with T.serial(first + several * i64(words), last) as i:
                 work(i, 1)
-        group = Group(s, block, start, end, (lambda v: sum_of(count, v)) if s.weighed else None)
+        totals = [joined(r) for r in range(rows)] if s.pairs else None
+
+        def total(r: int, v: tirx.Expr, totals=totals) -> tirx.Expr:
+            return sum_of(r, v) if totals is None else totals[r][v]
+
+        group = Group(s, block, start, end, (lambda v: total(count, v)) if s.weighed else None)
         for r in range(count):
-            group.promote(row + i64(r), g, lambda v, r=r: sum_of(r, v), acc[r])
+            group.promote(row + i64(r), g, lambda v, r=r: total(r, v), acc[r])
     for r in range(count):
         with T.If(row + i64(r) < s.own.sizes["m"]), T.Then():
             output(s, row + i64(r), block, lambda v, r=r: acc[r][v])

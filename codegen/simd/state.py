@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -51,7 +51,8 @@ class State:
     tokens           those of x, rounded up to what is worked on at once
     padded           inputs, rounded up likewise
     x                the inputs as operands: [tokens, planes, inputs], or tile by tile
-    sums             of x over each group, [tokens, groups], where weights are corrected by them
+    sums             of x over each group, [tokens, groups], where weights are corrected by them: of codes, if there is an
+                     offset, or else of what they stand for
     ones             an input of all ones, where sums of weights are needed
     """
 
@@ -76,6 +77,11 @@ class State:
         return 1 if self.floats else self.blocked.depth
 
     @property
+    def pairs(self) -> bool:
+        """Whether two inputs' products lie in neighbouring lanes: those of small floats."""
+        return self.unit == "f32" and self.blocked.small_floats
+
+    @property
     def planes(self) -> int:
         return 1 if self.floats else self.blocked.planes
 
@@ -91,19 +97,31 @@ class State:
 
     @property
     def offset(self) -> int:
-        """By which an operand is above what its code stands for; tiles of codes that are signed bytes hold these."""
-        return 0 if self.by_tiles and self.blocked.direct and self.blocked.flips else self.blocked.offset
+        """By which an operand is above what its code stands for."""
+        return 0 if self.by_tiles and self.blocked.signed else self.blocked.offset
+
+    @property
+    def zero(self) -> str | None:
+        """The tensor that is taken off the codes of a group after their sum."""
+        b = self.blocked
+        return None if self.by_tiles and b.signed and not b.direct else b.zero
 
     @property
     def corrected(self) -> bool:
         """Whether sums of x are needed."""
-        b = self.blocked
-        return bool(self.offset or b.zero or self.plan.weight.correction is not None)
+        return bool(self.offset or self.zero or self.plan.weight.correction is not None)
 
     @property
     def weighed(self) -> bool:
         """Whether sums of weights are needed."""
         return self.plan.activation.correction is not None
+
+    def joined(self, planes: Sequence[tirx.Expr]) -> tirx.Expr:
+        """A whole number of its planes, or a sum of their sums; it is right if it fits 32 bits, whatever these do."""
+        value = planes[0]
+        for plane in planes[1:]:
+            value = value * tirx.const(256, self.kind) + plane
+        return value
 
     @property
     def step(self) -> tirx.Expr:

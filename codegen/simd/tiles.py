@@ -6,6 +6,8 @@ are multiplied; with more tokens, many are made first, a panel, which all tokens
     tiles 0-3   sums: tokens t / 2, features t % 2
     tiles 4, 5  tokens
     tiles 6, 7  features
+
+Where the sums of x's planes are kept apart, two tiles of tokens are two planes of one.
 """
 
 from __future__ import annotations
@@ -18,14 +20,15 @@ from tvm.tirx.script import builder as T
 from qdsl.codegen.function import store
 from qdsl.codegen.simd import decode, primitives
 from qdsl.codegen.simd.blocked import FEATURES, LANES
-from qdsl.codegen.simd.finish import Group, output
-from qdsl.codegen.simd.state import HALVES, State, ceil_div, div, for_features, local, ramp
-from qdsl.codegen.tir import f32, i64
+from qdsl.codegen.simd.finish import Group, Of, output
+from qdsl.codegen.simd.state import HALVES, State, ceil_div, div, for_features, local, mod, ramp
+from qdsl.codegen.tir import f32, i64, u32
 
 AHEAD = 64  # words of a lane that are asked for before they are needed: 8 KiB
 TILES = 8  # of a panel, where groups do not end it
-PAIRS, BLOCKS = 16, 8  # of a piece of work: 512 tokens by 256 features, 512 KiB of sums and as much of x
+PAIRS, BLOCKS = 16, 16  # of a piece of work at most: 512 tokens by 512 features, 1 MiB of sums
 TILE, NEAR = 1 << 10, 1 << 20  # bytes of a tile, and those that stay in a core's second cache
+SIGNS = 0x80808080  # of the bytes of a lane
 ROW = i64(FEATURES * 4)  # bytes from a token's sums to the next
 
 
@@ -33,10 +36,10 @@ def few(s: State, block: tirx.Expr) -> None:
     """y for the features of a block, of up to 16 tokens."""
     b, k = s.blocked, s.own.sizes["k"]
     entries, m = decode.table(b), s.own.sizes["m"]
-    at_once, tokens, halves = b.tile_inputs, LANES, 1
+    at_once, tokens = b.tile_inputs, LANES
     operands = T.alloc_buffer((2, HALVES, at_once // b.depth, LANES), "int32", scope="global")
     acc = T.alloc_buffer((tokens, FEATURES), "float32", scope="global")
-    part = T.alloc_buffer((tokens, FEATURES), s.kind, scope="global")
+    part = T.alloc_buffer((b.apart * tokens, FEATURES), s.kind, scope="global")
     ones = local((FEATURES,), s.kind) if s.weighed else None
     with T.serial(i64(0), m) as r:
         for_features(lambda v: store(acc, f32(0), r, v))
@@ -47,23 +50,22 @@ def few(s: State, block: tirx.Expr) -> None:
         end = T.bind(T.min(start + s.step, k))
         first = T.bind(div(start, i64(at_once)))
         count = T.bind(ceil_div(end - start, at_once))
+        less = _less(s, block, start)
         if ones is not None:
             for_features(lambda v: store(ones, tirx.const(0, s.kind), v))
-        _zero(halves)
+        _zero(b.apart)
         with T.serial(i64(0), count + i64(1)) as i:  # one is made while the one before it is multiplied
             with T.If(i < count), T.Then():
-                if b.direct:
-                    soon = first + i + i64(AHEAD * b.inputs // at_once)
-                    _ask(s, block, soon, i64(0), i64(1), primitives.prefetch_near)
-                _make(s, block, first + i, operands, T.bitwise_and(i, i64(1)), entries, ask=True)
+                _make(s, block, first + i, operands, T.bitwise_and(i, i64(1)), entries, less=less, ask=True)
             with T.If(i > i64(0)), T.Then():
                 before = T.bitwise_and(i - i64(1), i64(1))
                 _weigh(s, ones, operands, before, first + i - i64(1))
-                _multiply(s, block, operands, before, first + i - i64(1), i64(0), halves)
-        _move("store", part, halves, i64(0))
+                soon = first + i + i64(AHEAD * b.inputs // at_once - 1) if b.direct else None
+                _multiply(s, block, operands, before, first + i - i64(1), i64(0), i64(0), 1, soon)
+        _move("store", part, b.apart, i64(0))
         group = Group(s, block, start, end, (lambda v: ones[v]) if s.weighed else None)
         with T.serial(i64(0), m) as r:
-            group.promote(r, g, lambda v: part[r, v], acc, r)
+            group.promote(r, g, _sums(s, part, r), acc, r)
     primitives.call("tiles_close")
     with T.serial(i64(0), m) as r:
         output(s, r, block, lambda v: acc[r, v])
@@ -72,7 +74,8 @@ def few(s: State, block: tirx.Expr) -> None:
 @dataclass(frozen=True)
 class Work:
     """How many tokens' worth of `many` is cut up: pieces of `pairs` pairs of tiles of tokens by `blocks` blocks of features,
-    whose x of a panel and whose sums stay in a core's second cache, while the panel of one block stays in the first."""
+    whose x of a panel and whose sums stay in a core's second cache, while the panel of one block stays in the first.  All of x
+    is read for each piece: where it does not stay there, pieces have twice the features."""
 
     chunks: tirx.Expr
     pairs: tirx.Expr
@@ -89,27 +92,32 @@ def work(s: State, blocks: tirx.Expr) -> Work:
     threads = T.cast(T.call_extern("int32", "omp_get_max_threads"), "int64")
     pairs = div(s.tokens, i64(2 * LANES))
     chunks = T.bind(ceil_div(pairs, max(1, PAIRS // s.blocked.planes)))
-    together = T.bind(T.max(i64(1), T.min(i64(BLOCKS), div(blocks, threads * i64(2)))))
-    return Work(chunks, T.bind(ceil_div(pairs, chunks)), T.bind(ceil_div(blocks, together)), together)
+    each = T.bind(ceil_div(pairs, chunks))
+    of_input = 2 * LANES * s.blocked.planes * 4 // s.blocked.depth  # bytes of x, of a pair
+    most = T.if_then_else(each * s.padded * i64(of_input) <= i64(NEAR), i64(BLOCKS // 2), i64(BLOCKS))
+    together = T.bind(T.max(i64(1), T.min(most, div(blocks, threads * i64(2)))))
+    return Work(chunks, each, T.bind(ceil_div(blocks, together)), together)
 
 
 def many(s: State, first_block: tirx.Expr, blocks: tirx.Expr, first_pair: tirx.Expr, pairs: tirx.Expr) -> None:
     """y for the features of some blocks, of some pairs of tiles of tokens."""
     b, k = s.blocked, s.own.sizes["k"]
     entries = decode.table(b, s.folds)
-    at_once, square = b.tile_inputs, i64(2 * LANES)
+    at_once, square, at_a_time = b.tile_inputs, i64(2 * LANES), 2 // b.apart
     whole = b.step is None or s.folds  # what is summed goes on from panel to panel, its sums are kept between them
     groups = max(1, TILES * at_once // b.step) if b.step and s.folds else 1
     made = groups * b.step // at_once if b.step else TILES
     operands = T.alloc_buffer((i64(made), i64(HALVES), i64(at_once // b.depth), i64(LANES)), "int32", scope="global")
     tiles = _of_panel(s, pairs) if b.direct and whole else i64(made)
     most = i64(PAIRS // b.planes) * square
-    kept = T.alloc_buffer((i64(BLOCKS), most, i64(FEATURES)), s.kind if whole else "float32", scope="global")
+    rows = i64(b.apart if whole else 1)  # of `kept`, for a token
+    kept = T.alloc_buffer((i64(BLOCKS), most * rows, i64(FEATURES)), s.kind if whole else "float32", scope="global")
     part = None if whole else T.alloc_buffer((i64(1), square, i64(FEATURES)), s.kind, scope="global")
     ones = T.alloc_buffer((i64(BLOCKS), i64(FEATURES)), s.kind, scope="global") if s.weighed else None
-    token = first_pair * square
+    token, turns = first_pair * square, T.bind(pairs * i64(b.apart))
+    each = T.bind(ceil_div(i64(at_once // b.inputs), turns))  # words of a tile that are asked for at a turn
     with T.serial(i64(0), blocks) as n:
-        with T.serial(i64(0), pairs * square) as r:
+        with T.serial(i64(0), pairs * square * rows) as r:
             for_features(lambda v: store(kept, tirx.const(0, s.kind if whole else "float32"), n, r, v))
         if ones is not None:
             for_features(lambda v: store(ones, tirx.const(0, s.kind), n, v))
@@ -131,34 +139,46 @@ def many(s: State, first_block: tirx.Expr, blocks: tirx.Expr, first_pair: tirx.E
                     at = j * i64(of_group) + i
                     _make(s, block, first + at, operands, at, entries, group)
         else:
+            less = _less(s, block, start)
             with T.serial(i64(0), count) as i:
-                _make(s, block, first + i, operands, i, entries)
+                _make(s, block, first + i, operands, i, entries, less=less)
                 _weigh(s, ones, operands, i, first + i, n)
         if not whole:
             group = Group(s, block, start, end, (lambda v: ones[n, v]) if s.weighed else None)
-        with T.serial(i64(0), pairs) as p:
-            row = p * square
-            if whole:
-                _move("load", kept, 2, n, row)
-            else:
-                _zero(2)
+
+        def multiplied(p: tirx.Expr) -> None:
             with T.serial(i64(0), count) as i:
                 if b.direct and whole:
-                    _ask(s, block + i64(1), first + i, p, pairs)
+                    _ask(s, block + i64(1), first + i, p, each)
                 else:
-                    _ask(s, block, first + i + tiles, p, pairs)
-                _multiply(s, block, operands, i, first + i, first_pair + p, 2)
-            _move("store", kept if whole else part, 2, n if whole else i64(0), row if whole else i64(0))
-            if not whole:
-                with T.serial(i64(0), square) as r:
-                    group.promote(token + row + r, g, lambda v: part[i64(0), r, v], kept, n, row + r)
+                    _ask(s, block, first + i + tiles, p, each)
+                pair, half = first_pair + div(p, i64(b.apart)), mod(p, b.apart)
+                _multiply(s, block, operands, i, first + i, pair, half, at_a_time)
+
+        if whole:
+            with T.serial(i64(0), turns) as p:
+                row = p * square
+                _move("load", kept, 2, n, row)
+                multiplied(p)
+                _move("store", kept, 2, n, row)
+        else:
+            with T.serial(i64(0), turns + i64(1)) as p:  # tiles are multiplied while the sums before them are scaled
+                with T.If(p < turns), T.Then():
+                    _zero(2)
+                    multiplied(p)
+                with T.If(p > i64(0)), T.Then(), T.serial(i64(0), i64(at_a_time * LANES)) as r:
+                    row = (p - i64(1)) * i64(at_a_time * LANES) + r
+                    group.promote(token + row, g, _sums(s, part, i64(0), r), kept, n, row)
+                with T.If(p < turns), T.Then():
+                    _move("store", part, 2, i64(0), i64(0))
     primitives.call("tiles_close")
     with T.serial(i64(0), blocks) as n:
         if whole and not s.folds:
             group = Group(s, first_block + n, i64(0), k, (lambda v: ones[n, v]) if s.weighed else None)
         with T.serial(i64(0), T.min(pairs * square, s.own.sizes["m"] - token)) as r:
             if whole and not s.folds:
-                output(s, token + r, first_block + n, group.promoted(token + r, i64(0), lambda v: kept[n, r, v]))
+                at = r if b.apart == 1 else div(r, LANES) * square + mod(r, LANES)
+                output(s, token + r, first_block + n, group.promoted(token + r, i64(0), _sums(s, kept, n, at)))
             else:
                 output(s, token + r, first_block + n, lambda v: kept[n, r, v])
 
@@ -172,7 +192,24 @@ def _of_panel(s: State, pairs: tirx.Expr) -> tirx.Expr:
     return T.bind(T.if_then_else(pairs <= i64(2), ceil_div(all_, panels), i64(TILES)))
 
 
-def _make(s: State, block, tile, operands, to, entries, group: Group | None = None, *, ask: bool = False) -> None:
+def _less(s: State, block: tirx.Expr, start: tirx.Expr) -> tirx.Buffer | None:
+    """What makes signed bytes of operands: by as much as they have too much less than what flips the sign of all bytes."""
+    b = s.blocked
+    if not b.signed or b.direct:
+        return None
+    found = local((FEATURES,), "uint32")
+
+    def too_much(v: tirx.Expr) -> tirx.Expr:
+        if not b.zero:
+            return u32(b.offset)
+        zero = s.own.element(b.zero, {"n": block * i64(FEATURES) + v, "k": start})
+        return T.cast(zero + tirx.const(b.offset, "int32"), "uint32")
+
+    for_features(lambda v: store(found, u32(SIGNS) - too_much(v) * u32(0x01010101), v))
+    return found
+
+
+def _make(s: State, block, tile, operands, to, entries, group: Group | None = None, *, less=None, ask=False) -> None:
     """The two tiles of weights of 64 bytes' inputs, those beyond the last zeros; finished ones of a given group."""
     b = s.blocked
     weights, per_word, code = s.own.buffers[b.code], b.inputs // b.depth, s.plan.scheme.code.dtype
@@ -192,6 +229,9 @@ def _make(s: State, block, tile, operands, to, entries, group: Group | None = No
                 scale, more = (f[ramp(u * LANES)] if f is not None else None for f in (group.scale, group.correction))
                 vectors = decode.finished(b, code, held, entries, scale, more)
             for q, v in enumerate(vectors):
+                if less is not None:  # no byte borrows from the next one
+                    v = T.reinterpret("uint32x16", v) + less[ramp(u * LANES)] ^ primitives.splat(u32(SIGNS))
+                    v = primitives.bits(v)
                 store(operands, v, to, i64(u), row + i64(q), ramp(0))
 
     with T.If(first + i64(words) <= end):
@@ -238,28 +278,47 @@ def _move(what: str, part: tirx.Buffer, halves: int, *place) -> None:
         primitives.call(f"tile_{what}_{t}", at, ROW)
 
 
-def _multiply(s: State, block, operands, at, tile, pair, halves: int) -> None:
-    """sums += the products of one or both tiles of a pair of tokens' with two of weights."""
+def _sums(s: State, part: tirx.Buffer, *place) -> Of:
+    """Those of a row's planes, which are a tile's rows apart, as those of a token."""
+    *of, row = place
+    return lambda v: s.joined([part[(*of, row + i64(p * LANES), v)] for p in range(s.blocked.apart)])
+
+
+def _multiply(s: State, block, operands, at, tile, pair, first, halves: int, soon: tirx.Expr | None = None) -> None:
+    """sums += the products of one or both tiles of a pair of tokens', from the `first` on, with two of weights.
+
+    soon   a tile whose words are asked for meanwhile, some with each instruction: those asked for together wait for each other
+    """
     b = s.blocked
+    steps = HALVES + b.planes * 3 * halves
+    asked, each = iter(range(steps)), ceil_div(i64(b.tile_inputs // b.inputs), steps)
+
+    def ask() -> None:
+        if soon is not None:
+            _ask(s, block, soon, i64(next(asked)), each, primitives.prefetch_near)
+
     for u in range(HALVES):
         place, line = operands[at, i64(u), i64(0), i64(0)], LANES
         if b.direct:
             place, line = s.own.buffers[b.code][block, tile * i64(b.tile_inputs // b.inputs), i64(u * LANES)], FEATURES
         primitives.call(f"tile_load_{6 + u}", T.address_of(place), i64(line * 4))
-    for plane in range(b.planes):
-        for half in range(halves):
-            place = T.address_of(s.x[pair, tile, i64(plane), i64(half), i64(0), i64(0)])
-            primitives.call(f"tile_load_{4 + half}", place, i64(b.tile_inputs * 4 // b.depth))
-        for t in range(2 * halves):
+        ask()
+    planes = [tuple(range(b.planes))] if b.apart > 1 else [(plane,) for plane in range(b.planes)]  # in turn
+    for together in planes:
+        rows = [(plane, half) for plane in together for half in range(halves)]
+        for r, (plane, half) in enumerate(rows):
+            place = T.address_of(s.x[pair, tile, i64(plane), first + i64(half), i64(0), i64(0)])
+            primitives.call(f"tile_load_{4 + r}", place, i64(b.tile_inputs * 4 // b.depth))
+            ask()
+        for t in range(2 * len(rows)):
             primitives.call(f"tile_product_{t}")
+            ask()
 
 
-def _ask(s: State, block, tile, part: tirx.Expr, parts: tirx.Expr, prefetch=primitives.prefetch) -> None:
-    """One of so many parts of the words of a tile is asked for: memory works while tiles multiply."""
-    b = s.blocked
-    words = b.tile_inputs // b.inputs
-    each = ceil_div(i64(words), parts)
-    with T.serial(part * each, T.min(i64(words), part * each + each)) as w:
+def _ask(s: State, block, tile, part: tirx.Expr, each: tirx.Expr, prefetch=primitives.prefetch) -> None:
+    """One part, of `each` words of a lane, of a tile is asked for: memory works while tiles multiply."""
+    words = i64(s.blocked.tile_inputs // s.blocked.inputs)
+    with T.serial(part * each, T.min(words, part * each + each)) as w:
         for u in range(HALVES):
-            at = s.own.buffers[b.code][block, tile * i64(words) + w, i64(u * LANES)]
+            at = s.own.buffers[s.blocked.code][block, tile * words + w, i64(u * LANES)]
             prefetch(T.address_of(at))
