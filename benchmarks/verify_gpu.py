@@ -1,8 +1,7 @@
 """Verify every artifact under QDSL_ARTIFACTS on this machine's GPU: `python benchmarks/verify_gpu.py [--out FILE]`.
 
-`qdsl verify` compares small shapes with float64. Of schemes of weights alone all kernels also multiply a shape that keeps every SM
-busy for many rounds, and all of their outputs are compared with each other: what a kernel reads too early or too late shows
-there alone.
+`qdsl verify` compares small shapes with float64. All kernels also multiply a shape that keeps every SM busy for many rounds, and
+all of their outputs are compared with each other: what a kernel reads too early or too late shows there alone.
 """
 
 from __future__ import annotations
@@ -30,18 +29,22 @@ def differing(scheme: Scheme, artifact: Artifact) -> str:
     """The kernels whose outputs differ from the first one's by more than both may be off, and in how many numbers.
 
     x is 1 and -1 at random: so the terms of every token are as large as those of a token of ones, and how far sums of any
-    signs may be off is what the reference says of that one, and the rounding of y itself.
+    signs may be off is what the reference says of that one, and the rounding of y itself. Not of x that is transformed before
+    it is quantized, whose terms are others.
     """
     parts = scheme.output.half[1] if scheme.output.half else 1
-    if scheme.activation() is not None or parts > 1 or scheme.violated(N, K) is not None:
+    transformed = any(block.transforms for block in scheme.activations)
+    if transformed or parts > 1 or scheme.violated(N, K) is not None:
         return ""
-    layer = QuantLinear(scheme, K, N, bias=False, device="cuda", artifact=artifact)
+    bias = any(t.role == "bias" for t in scheme.output.tensors)
+    layer = QuantLinear(scheme, K, N, bias=bias, device="cuda", artifact=artifact)
     patterns = reference.random_patterns(scheme, np.random.default_rng(0), N, K)
-    layer.set_patterns({name: bits for name, bits in patterns.items() if scheme.tensor(name).role != "bias"})
     given = {
         name: np.zeros_like(bits) if scheme.tensor(name).role == "bias" else bits for name, bits in patterns.items()
     }
-    of_ones = reference.linear(scheme, np.ones((1, K)), given, N, offset=layer.manifest.offset)
+    layer.set_patterns(given)
+    manifest = layer.manifest
+    of_ones = reference.linear(scheme, np.ones((1, K)), given, N, offset=manifest.offset, kept=manifest.kept)
     bound = torch.from_numpy(of_ones.bound[0]).cuda()
     signs = torch.randint(0, 2, (M, K), generator=torch.Generator("cuda").manual_seed(0), device="cuda")
     x, first, found = (2 * signs - 1).to(layer.dtype), None, []

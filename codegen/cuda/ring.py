@@ -12,9 +12,19 @@ from __future__ import annotations
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from qdsl.codegen.cuda.builder import assign, ptx, register, when
+from qdsl.codegen.cuda.builder import assign, ptx, register, when, wide
 from qdsl.codegen.cuda.kernel import Kernel
-from qdsl.codegen.cuda.stage import READ_ONCE, FillTokenScales, View, copied, declare_views, evict_first, fill_of
+from qdsl.codegen.cuda.stage import (
+    READ_ONCE,
+    FillTokenScales,
+    Stage,
+    View,
+    copied,
+    declare_views,
+    evict_first,
+    fill_of,
+    whole_rows,
+)
 from qdsl.codegen.cuda.weight import Weight
 
 ROW = 128  # bytes of 64 numbers of a token in shared memory: the width of the swizzle that wgmma reads
@@ -147,7 +157,7 @@ def fetch(maps):
 
 
 class Boxes:
-    """The requests of one lane, elected: the boxes of q and x.
+    """The requests of one lane, elected: the boxes of q and x, and rows of the scales of tokens where they can be copied whole.
 
     What a lane does alone needs no loop over the lanes, which ptxas puts around each request otherwise.
     """
@@ -159,7 +169,12 @@ class Boxes:
         self.load = "cp.async.bulk.tensor.{}d.shared::cluster.global.mbarrier::complete_tx::bytes"
         self.hint, self.policy = (".L2::cache_hint", [evict_first()]) if read_once else ("", [])
         rows = tirx.min(k.M, k.tile.tokens) * k.tile.slice
-        self.bytes = T.cast(k.tile.slice * (k.tile.features // 16 * 128 * k.weight.unit_bits) + rows * ROW, "uint32")
+        size = k.tile.slice * (k.tile.features // 16 * 128 * k.weight.unit_bits) + rows * ROW
+        self.scales = register("int32", T.cast(whole_rows(k), "int32")) if k.weight.token_scale else None
+        self.rows = tirx.min(k.M, k.tile.tokens) * 4  # bytes of the scales of a group
+        if self.scales is not None:
+            size = size + T.if_then_else(self.scales[0] != 0, self.rows * Stage(k.weight, k.tile).steps, 0)
+        self.bytes = T.cast(size, "uint32")
 
     def fill_first(self, k: Kernel, begin, end, early, wait):
         """As many of stages begin .. end as the ring has room for, which is empty; none unless `early`. -> the next stage.
@@ -196,9 +211,20 @@ class Boxes:
 
     def _tokens(self, k: Kernel, slot, i):
         """x of stage i."""
+        full = self.ring.full(slot)
         for t in range(k.tile.slice if k.tile.tokens > 1 else 1):
-            target, full = self.ring.views["x"].ptr(slot, t, 0, 0), self.ring.full(slot)
+            target = self.ring.views["x"].ptr(slot, t, 0, 0)
             ptx(self.load.format(2), target, self.x, (i * k.tile.slice + t) * 64, k.m0, full)
+        if self.scales is None:
+            return
+        stage = Stage(k.weight, k.tile)
+        with when(self.scales[0] != 0):
+            for step in range(stage.steps):
+                group = tirx.min(i * (64 * k.tile.slice) + step * stage.step, k.K - 1) // k.weight.group
+                source = k.token_scale.ptr_to([wide(group), wide(k.m0)])
+                target = self.ring.views["token_scale"].ptr(slot, step, 0)
+                copy = "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes"
+                ptx(copy, target, source, T.cast(self.rows, "uint32"), full)
 
 
 def fill_groups(k: Kernel, ring: Ring, cursor: Cursor, warp, begin, end):

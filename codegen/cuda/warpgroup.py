@@ -43,20 +43,38 @@ class Warpgroup:
         """acc = the part's features x tokens, over the team's share of stages begin .. end; -> whether there is one."""
         tile, stage, cursor = self.tile, self.stage, self.cursor
         count = register("int32", (end - begin - self.team + (tile.teams - 1)) // tile.teams)
+        self.begin(count[0])
         with T.serial(0, count[0], unroll=False) as i:
-            T.evaluate(T.cuda.mbarrier_wait(self.ring.full(cursor.slot), cursor.phase))
+            self.enter()
             assign(self.low, 0, self.base[0] + T.cast(cursor.slot * (stage.offset() // 16), "uint32"))
             for b in range(4 * tile.slice // tile.batch):
                 steps = range(b * tile.batch, (b + 1) * tile.batch)
                 self.fill(steps)
                 self.products(steps, i)
-            assign(self.previous, 0, cursor.slot)
-            cursor.advance(tile.teams)
+            self.leave(i, count[0])
         ptx("wgmma.wait_group.sync.aligned", 0)
         settled(self.acc[r] for r in range(tile.blocks * self.width))
         with when(count[0] > 0):
             self.ring.release(self.previous[0])
         return count[0] > 0
+
+    def begin(self, count) -> None:
+        """Before the first of the team's `count` stages."""
+
+    def enter(self) -> None:
+        """A stage begins: wait for it."""
+        self.wait()
+
+    def leave(self, i, count) -> None:
+        """Stage i has ended."""
+        self.advance()
+
+    def wait(self) -> None:
+        T.evaluate(T.cuda.mbarrier_wait(self.ring.full(self.cursor.slot), self.cursor.phase))
+
+    def advance(self) -> None:
+        assign(self.previous, 0, self.cursor.slot)
+        self.cursor.advance(self.tile.teams)
 
     def fill(self, steps: Sequence[int]) -> None:
         """The A fragments for some times of the stage, of every block."""

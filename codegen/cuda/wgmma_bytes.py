@@ -132,10 +132,9 @@ class ByteWeight:
         if not self.operand.is_float:
             return (word if upper else word << T.uint32(4)) & T.uint32(0xF0F0F0F0)
         # As floats of 2^-9, whose bits below 8 are their number: the sign, and 8 less the rest of a negative nibble.
-        nibble = word >> T.uint32(4) if upper else word
-        sign = nibble & T.uint32(0x08080808)
-        one = sign >> T.uint32(3)
-        return (((nibble & T.uint32(0x07070707)) ^ (sign - one)) + one) | sign << T.uint32(4)
+        negative = (word >> T.uint32(7 if upper else 3)) & T.uint32(0x01010101)
+        rest = (word >> T.uint32(4) if upper else word) & T.uint32(0x07070707)
+        return (rest ^ negative * T.uint32(7)) + negative * T.uint32(0x81)
 
     @property
     def ones(self) -> bool:
@@ -228,6 +227,21 @@ class Consumer(Warpgroup):
                 assign(self.acc, r, T.float32(0))
         return super().multiply(begin, end)
 
+    # ---- promoted products: the next stage is waited for while the last products of this one are in the making --------------
+    def begin(self, count) -> None:
+        self.all_stages = count
+        if self.weight.promoted:
+            with when(count > 0):
+                self.wait()
+
+    def enter(self) -> None:
+        if not self.weight.promoted:
+            self.wait()
+
+    def leave(self, i, count) -> None:
+        if not self.weight.promoted:
+            self.advance()
+
     def fill(self, steps: Sequence[int]) -> None:
         """Of promoted products, only the first of a stage, where the others are made while those before are multiplied."""
         if self.from_registers and (steps[0] == 0 or not self.weight.promoted or self.sets == 1):
@@ -260,10 +274,16 @@ class Consumer(Warpgroup):
                 ptx("wgmma.wait_group.sync.aligned", 1)
                 self._promote(*self.passes[p - 1], 1 - own)
             self._load_factors(steps[0] // 4, f, first)
+            if number == end // len(steps) * len(self.passes) - 1:  # of the stage
+                if number == 0 and not self.early_release:
+                    self.release(i)
+                self.advance()
+                with when(i + 1 < self.all_stages):
+                    self.wait()
             if last:
                 ptx("wgmma.wait_group.sync.aligned", 0)
                 self._promote(f, first, own)
-        if steps[0] == 0 and not self.early_release:
+        if steps[0] == 0 and len(steps) < end and not self.early_release:
             self.release(i)
 
     def issue(self, j: int, f: int, add) -> None:

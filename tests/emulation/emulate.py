@@ -97,6 +97,7 @@ _INSTRUCTIONS: list[tuple[str, str]] = [
     (r"mbarrier\.arrive\.shared\.b64 .*", "simt::mbarrier_arrive({0})"),
     (r"mbarrier\.arrive\.expect_tx\.shared\.b64 .*", "simt::mbarrier_arrive({0}, {1})"),
     (r"cp\.async\.mbarrier\.arrive\.noinc\.shared\.b64 .*", "simt::mbarrier_arrive({0})"),
+    (r"cp\.async\.bulk\.shared::cluster\.global\.mbarrier.*", "simt::load_bytes({0}, {1}, {2}, {3})"),
     (r"cp\.async\.bulk\.tensor\.2d\.shared::cluster.*", "simt::load_box({0}, {1}, {{int({2}), int({3})}}, {4})"),
     (r"cp\.async\.bulk\.tensor\.3d\.shared::cluster.*", "simt::load_box({0}, {1}, {{int({2}), int({3}), int({4})}}, {5})"),
     (r"cp\.async\.bulk\.tensor\.4d\.shared::cluster.*", "simt::load_box({0}, {1}, {{int({2}), int({3}), int({4}), int({5})}}, {6})"),

@@ -462,6 +462,14 @@ CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, voi
   return CUDA_SUCCESS;
 }
 
+void load_bytes(uint32_t target, const void* source, uint32_t bytes, uint32_t barrier) {
+  require(target % 16 == 0 && reinterpret_cast<uintptr_t>(source) % 16 == 0 && bytes % 16 == 0, "bulk copies of 16 bytes");
+  std::memcpy(at(target), source, bytes);
+  MBarrier& waiting = mbarrier(barrier);
+  waiting.bytes -= bytes;
+  waiting.done();
+}
+
 void load_box(uint32_t target, const void* tensor_map, std::initializer_list<int> corner, uint32_t barrier) {
   const Map& map = *static_cast<const Map*>(tensor_map);
   require(target % 128 == 0, "boxes on 128 bytes");

@@ -121,6 +121,7 @@ void mbarrier_wait(uint32_t address, uint32_t parity);
 uint32_t shared_address(const void* p);
 char* at(uint32_t address);
 void copy_async(uint32_t target, const void* source, int size, uint32_t given);
+void load_bytes(uint32_t target, const void* source, uint32_t bytes, uint32_t barrier);
 void load_box(uint32_t target, const void* tensor_map, std::initializer_list<int> corner, uint32_t barrier);
 inline char* shared_memory() { return now->cta->shared; }
 
