@@ -76,6 +76,7 @@ class Ours:
         assert [(m.in_features, m.out_features) for m in self.layers] == SHAPES * LAYERS
         self.model.lm_head = head
         self.x = {(m, k): torch.randn(m, k).to(kind) for m in TOKENS for k in (HIDDEN, INNER)}
+        self.y = [torch.empty(1, layer.width, dtype=kind) for layer in self.layers]
 
     def threads(self, count: int) -> None:
         self.torch.set_num_threads(count)
@@ -101,6 +102,15 @@ class Ours:
         def step() -> None:
             for layer in self.layers:
                 layer(self.x[m, layer.in_features])
+
+        return {"us": [us(step)]}
+
+    def given(self, m: int) -> dict:
+        """Layers that are given y, as products of a graph are."""
+
+        def step() -> None:
+            for layer, y in zip(self.layers, self.y):
+                layer.run_into(self.x[m, layer.in_features], y)
 
         return {"us": [us(step)]}
 
@@ -150,6 +160,8 @@ class Llama:
         ggml, graph = self.products.ggml, self.products.graph(m)
         ggml.threads(ggml.backend, self.count)
         return {"us": [us(lambda: ggml.compute(ggml.backend, graph))]}
+
+    given = linear
 
 
 class Products:
@@ -230,7 +242,7 @@ class Process:
 
 
 def measured(processes: Sequence[Process], say: Callable[[str], None]) -> None:
-    steps = [("tokens", COUNT), *(("linear", m) for m in TOKENS), ("prompt", LONG)]
+    steps = [("tokens", COUNT), ("given", 1), *(("linear", m) for m in TOKENS), ("prompt", LONG)]
     times: dict[tuple, list[float]] = {}
     for process in processes:
         for step in steps:  # what is made at the first call is made now
@@ -244,10 +256,10 @@ def measured(processes: Sequence[Process], say: Callable[[str], None]) -> None:
                     times.setdefault((process.name, *step), []).extend(process.ask(*step)["us"])
                     time.sleep(0.02)  # for its threads to sleep
     columns = "".join(f"{f'M = {m}':>9}" for m in TOKENS)
-    say(f"  {'':16} {'tokens/s':>9}{f'{LONG} at once':>12}   linear layers, µs:{columns}")
+    say(f"  {'':16} {'tokens/s':>9}{f'{LONG} at once':>12}   linear layers, µs:{'given y':>9}{columns}")
     for process in processes:
         median = {step: statistics.median(times[(process.name, *step)]) for step in steps}
-        layers = "".join(f"{median['linear', m]:9.0f}" for m in TOKENS)
+        layers = "".join(f"{median[step]:9.0f}" for step in [("given", 1), *(("linear", m) for m in TOKENS)])
         speeds = f"{1e6 / median['tokens', COUNT]:9.1f}{LONG * 1e6 / median['prompt', LONG]:12.0f}"
         say(f"  {process.name:16} {speeds}   {'':18}{layers}")
 
