@@ -27,7 +27,7 @@ import qdsl
 from qdsl import results
 
 K = 4096
-FEATURES = (256, 512)  # multiples of what any kernel takes at a time
+FEATURES = (64, 128)  # multiples of what any kernel takes at a time
 TRACE_ME, SINGLE_STEP, GET_REGISTERS = 0, 9, 12
 RIP = 16  # of user_regs_struct
 

@@ -1,7 +1,8 @@
 """Memory of packed weights on huge pages, where the CPU looks up one address for 2 MiB instead of 512.
 
 One token reads every weight once, and with pages of 4 KiB it waits for page tables.  Linux gives huge pages to aligned
-memory for which it is asked before the first write; it need not, and then the memory is as any other.
+memory for which it is asked before the first write; it need not, and then the memory is as any other.  What fills less than
+half of a huge page shares one with what is made next: layers of small models are as many as they are small.
 """
 
 from __future__ import annotations
@@ -9,26 +10,51 @@ from __future__ import annotations
 import contextlib
 import math
 import mmap
+import threading
+import weakref
 from collections.abc import Sequence
 
 import torch
 
-HUGE = 2 << 20  # bytes of a huge page
+HUGE, SMALL = (
+    2 << 20,
+    4 << 10,
+)  # bytes of a huge page, and of any other: what is less than one of these stays with torch
+ALIGNMENT = 64  # of tensors that share a page, as kernels want it
+
+
+class _Page:
+    """The huge page that is being filled.  It goes back to the system with the last tensor on it."""
+
+    def __init__(self) -> None:
+        self.lock, self.left = threading.Lock(), 0
+        self.known: weakref.WeakValueDictionary[int, mmap.mmap] = weakref.WeakValueDictionary()  # by address
+
+    def take(self, size: int) -> torch.Tensor:
+        """Bytes of it, of zeros; of a new one where it has not so many left."""
+        with self.lock:
+            if size > self.left:
+                self.memory, self.start = _mapped(HUGE, HUGE)
+                self.known[torch.frombuffer(self.memory, dtype=torch.uint8, offset=self.start).data_ptr()] = self.memory
+                self.left = HUGE
+            offset = self.start + HUGE - self.left
+            self.left = max(0, self.left - -(-size // ALIGNMENT) * ALIGNMENT)
+            return torch.frombuffer(self.memory, dtype=torch.uint8, count=size, offset=offset)
 
 
 def zeros(shape: Sequence[int], kind: torch.dtype, device: torch.device | str) -> torch.Tensor:
-    """As torch.zeros; on a CPU what fills a huge page, or most of one, lies there."""
+    """As torch.zeros; on a CPU what fills a page lies on a huge one, alone or with others."""
     size = math.prod(shape) * kind.itemsize
-    pages = (size + HUGE // 2) // HUGE  # what is beyond the last one may be less than half of another
     real = type(torch.empty(0, device=device)) is torch.Tensor  # and not a fake one
-    if not pages or not real or torch.device(device).type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
+    if size < SMALL or not real or torch.device(device).type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.zeros(shape, dtype=kind, device=device)
-    # Private: shared anonymous memory is a file to Linux, and huge pages for files are another setting.
-    memory = mmap.mmap(-1, max(size, pages * HUGE) + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE
-    with contextlib.suppress(OSError):  # a kernel without them
-        memory.madvise(mmap.MADV_HUGEPAGE, start, pages * HUGE)
-    return torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start).view(kind).reshape(tuple(shape))
+    if size < HUGE // 2:
+        taken = _page.take(size)
+    else:
+        pages = (size + HUGE // 2) // HUGE  # what is beyond the last one may be less than half of another
+        memory, start = _mapped(max(size, pages * HUGE), pages * HUGE)
+        taken = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=start)
+    return taken.view(kind).reshape(tuple(shape))
 
 
 def settled(tensor: torch.Tensor) -> torch.Tensor:
@@ -36,6 +62,24 @@ def settled(tensor: torch.Tensor) -> torch.Tensor:
 
     Memory that processes share stays what it is.
     """
-    if tensor.device.type != "cpu" or tensor.nbytes < HUGE // 2 or tensor.data_ptr() % HUGE == 0 or tensor.is_shared():
+    if tensor.device.type != "cpu" or tensor.nbytes < SMALL or _lies_there(tensor) or tensor.is_shared():
         return tensor
     return zeros(tensor.shape, tensor.dtype, tensor.device).copy_(tensor)
+
+
+def _lies_there(tensor: torch.Tensor) -> bool:
+    at = tensor.data_ptr()
+    return at % HUGE == 0 if tensor.nbytes >= HUGE // 2 else at // HUGE * HUGE in _page.known
+
+
+def _mapped(size: int, huge: int) -> tuple[mmap.mmap, int]:
+    """Memory with room for `size` bytes from an aligned place on, which comes with it; the first `huge` on huge pages."""
+    # Private: shared anonymous memory is a file to Linux, and huge pages for files are another setting.
+    memory = mmap.mmap(-1, size + HUGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    start = -torch.frombuffer(memory, dtype=torch.uint8).data_ptr() % HUGE
+    with contextlib.suppress(OSError):  # a kernel without them
+        memory.madvise(mmap.MADV_HUGEPAGE, start, huge)
+    return memory, start
+
+
+_page = _Page()

@@ -89,11 +89,30 @@ def test_what_shares_memory_goes_on_sharing_it():
     assert shared.is_shared() and pages.settled(shared) is shared
 
 
-def test_less_than_half_a_huge_page_is_left_to_torch():
-    assert pages.zeros((pages.HUGE // 2 - 1,), torch.uint8, "cpu").data_ptr() % pages.HUGE
+def test_half_a_huge_page_is_worth_one():
     tensor = pages.zeros((pages.HUGE // 2,), torch.uint8, "cpu")
     assert tensor.data_ptr() % pages.HUGE == 0 and not tensor.any()
     assert tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def test_small_tensors_share_huge_pages():
+    made = [pages.zeros((3, size // 3), torch.uint8, "cpu") for size in range(pages.SMALL, pages.HUGE // 2, 99_999)]
+    assert all(t.data_ptr() % pages.ALIGNMENT == 0 and not t.any() for t in made)
+    for number, t in enumerate(made):
+        t.fill_(number)
+        assert t.untyped_storage().nbytes() == t.nbytes and pages.settled(t) is t
+    assert all((t == number).all() for number, t in enumerate(made)), "none lies where another one does"
+    assert len({t.data_ptr() // pages.HUGE for t in made}) < len(made)
+    other = torch.ones(pages.SMALL, dtype=torch.uint8)
+    moved = pages.settled(other)
+    assert torch.equal(moved, other) and moved is not other and pages.settled(moved) is moved
+    assert pages.settled(other[:-1]) is not moved and pages.settled(other[:5]).data_ptr() == other.data_ptr()
+
+
+def test_layers_of_small_models_lie_side_by_side():
+    layers = [QuantLinear("awq4", 576, 576, group=64).quantize(torch.randn(576, 576)) for _ in range(6)]
+    places = {b.data_ptr() // pages.HUGE for layer in layers for b in layer.buffers() if b.nbytes >= pages.SMALL}
+    assert len(places) <= 2, "6 layers of 186 KiB"
 
 
 def test_other_devices_have_no_part_in_it():
