@@ -298,5 +298,5 @@ def test_missed_cells_are_explained_by_counts():
     assert (
         text.splitlines()[-1] == "| awq4(scale_type=bf16) | bf16 | 4096×4096 | 1 | 1 | 900 | 667 | 500 | 44 | 22 | 3 |"
     )
-    with pytest.raises(Error, match=r"is not counted; run counts\.py --classes w4a16_bf16 --tokens 1"):
-        goals_cpu.missed_by_count(Results(META, (own, peer, read, clock)), [])
+    uncounted = goals_cpu.missed_by_count(Results(META, (own, peer, read, clock)), [])
+    assert uncounted.endswith("| 900 | 667 | 500 | – | – | – |")
