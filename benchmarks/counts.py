@@ -15,16 +15,18 @@ import ctypes
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
+import cpu
 from cpu_problem import CLASSES, TOKENS
 
 import qdsl
-from qdsl import results
+from qdsl import cli, results
 
 K = 4096
 FEATURES = (64, 128)  # multiples of what any kernel takes at a time
@@ -178,16 +180,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0], formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--classes", metavar="NAME,…", default=",".join(CLASSES), help="of cpu.py (default: all)")
-    parser.add_argument("--tokens", metavar="M,…", default=",".join(map(str, TOKENS)))
+    parser.add_argument(
+        "--classes", type=cpu.names(CLASSES, "class"), metavar="NAME,…", default=tuple(CLASSES), help="of cpu.py"
+    )
+    parser.add_argument("--tokens", type=cli.tokens, metavar="M,…", default=TOKENS)
     parser.add_argument("--out", metavar="FILE.json", type=Path)
     args = parser.parse_args()
+    if shutil.which("objdump") is None:
+        parser.error("there is no objdump; install binutils")
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # from core to core, a step takes ten times as long
     found = []
-    for group in args.classes.split(","):
+    for group in args.classes:
         for own in CLASSES[group].ours:
             scheme = qdsl.load(own.scheme, **own.params)
-            for tokens in map(int, args.tokens.split(",")):
+            for tokens in args.tokens:
                 counts = per_weight(scheme, tokens)
                 found.append({"scheme": results.scheme_label(scheme), "M": tokens, **counts})
                 taken = ", ".join(f"{name} {value:g}" for name, value in counts["cycles"].items())

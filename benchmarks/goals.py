@@ -315,6 +315,8 @@ def main(argv: list[str] | None = None) -> int:
         file, marks, shown = CPU, CPU_MARKS, goals_cpu.table
     if args.counts and not args.cpu:
         parser.error("--counts goes with --cpu")
+    if args.counts and not args.counts.is_file():
+        parser.error(f"{args.counts}: no such file; `counts.py --out` writes it")
     args.file = args.file or file
     try:
         if args.plot:

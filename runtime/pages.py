@@ -16,10 +16,8 @@ from collections.abc import Sequence
 
 import torch
 
-HUGE, SMALL = (
-    2 << 20,
-    4 << 10,
-)  # bytes of a huge page, and of any other: what is less than one of these stays with torch
+HUGE = 2 << 20  # bytes of a huge page
+SMALL = 4 << 10  # and of any other: what is less stays with torch
 ALIGNMENT = 64  # of tensors that share a page, as kernels want it
 
 
