@@ -20,6 +20,7 @@ import signal
 import subprocess
 from collections import Counter
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 
 import cpu
@@ -27,11 +28,13 @@ from cpu_problem import CLASSES, TOKENS
 
 import qdsl
 from qdsl import cli, results
+from qdsl.diagnostic import Error
 
 K = 4096
 FEATURES = (64, 128)  # multiples of what any kernel takes at a time
 TRACE_ME, SINGLE_STEP, GET_REGISTERS = 0, 9, 12
 RIP = 16  # of user_regs_struct
+BUSY = ("vectors", "loads", "stores", "tiles", "issue")  # what an instruction may keep so
 
 # Cycles of a port by what an instruction's name begins with; the first that fits holds.
 # "any" is either vector port, and so are two halves of one that takes both.
@@ -72,9 +75,7 @@ def cycles(ports: Mapping[str, float]) -> dict[str, float]:
     """Least cycles by what is busy: vector ports together and each of them, loads, stores, the tile unit, and issue."""
     p = Counter(ports)  # 0 of what it has none of
     vectors = max(p["shift"], p["lanes"], (p["shift"] + p["lanes"] + p["any"]) / 2)
-    return {
-        "vectors": vectors, "loads": p["load"] / 2, "stores": p["store"], "tiles": p["tiles"], "issue": p["all"] / 6,
-    }  # fmt: skip
+    return dict(zip(BUSY, (vectors, p["load"] / 2, p["store"], p["tiles"], p["all"] / 6)))
 
 
 def _stepped(pid: int) -> Counter[int]:
@@ -176,6 +177,24 @@ def per_weight(scheme: object, tokens: int) -> dict:
     }
 
 
+def read(path: Path) -> list[dict]:
+    """What `--out` wrote: a dict for each scheme and M with the keys of `per_weight`; raises Error for another file."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        known = [
+            {
+                "scheme": str(c["scheme"]),
+                "M": int(c["M"]),
+                **c,
+                "cycles": {name: float(c["cycles"][name]) for name in BUSY},
+            }
+            for c in found["counts"]
+        ]
+    except (OSError, ValueError, KeyError, TypeError) as problem:
+        raise Error(f"{path}: no counts of counts.py ({type(problem).__name__}: {problem}); count again") from None
+    return known
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n")[0], formatter_class=argparse.RawTextHelpFormatter
@@ -188,6 +207,12 @@ def main() -> None:
     args = parser.parse_args()
     if shutil.which("objdump") is None:
         parser.error("there is no objdump; install binutils")
+    if args.out:
+        try:
+            results.writable(args.out)
+        except Error as problem:
+            parser.error(str(problem))
+    meta = results.meta(results.processor(), f"instructions of a call, {FEATURES[1]} features less {FEATURES[0]}", {})
     os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # from core to core, a step takes ten times as long
     found = []
     for group in args.classes:
@@ -202,7 +227,7 @@ def main() -> None:
                     flush=True,
                 )
     if args.out:
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        args.out.write_text(json.dumps({"meta": asdict(meta), "counts": found}, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

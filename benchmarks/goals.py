@@ -8,7 +8,6 @@ scheme and shape.  `--readme` puts the table into benchmarks/README.md.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -315,8 +314,6 @@ def main(argv: list[str] | None = None) -> int:
         file, marks, shown = CPU, CPU_MARKS, goals_cpu.table
     if args.counts and not args.cpu:
         parser.error("--counts goes with --cpu")
-    if args.counts and not args.counts.is_file():
-        parser.error(f"{args.counts}: no such file; `counts.py --out` writes it")
     args.file = args.file or file
     try:
         if args.plot:
@@ -326,7 +323,9 @@ def main(argv: list[str] | None = None) -> int:
             parser.error(f"{args.file}: measured on a GPU; --cpu wants a file that `cpu.py --out` has written")
         block = shown(found)
         if args.counts:
-            block += "\n\n" + goals_cpu.missed_by_count(found, json.loads(args.counts.read_text()))
+            import counts
+
+            block += "\n\n" + goals_cpu.missed_by_count(found, counts.read(args.counts))
         if args.plot:
             plot.draw(found, args.plot)
         if args.readme:

@@ -181,7 +181,7 @@ def missed_by_count(found: Results, counts: Sequence[Mapping]) -> str:
 
     counts   of `counts.py --out`: least cycles for 1024 weights, counted with this K or another
     """
-    known = {(c["scheme"], c["M"]): c["cycles"] for c in counts if "cycles" in c}
+    known = {(c["scheme"], c["M"]): c["cycles"] for c in counts}
     limits = {
         (c.scheme, c.K, c.N, c.M, c.threads, c.contender.removeprefix(LIMIT)): c.us
         for c in found.cells

@@ -339,7 +339,8 @@ def test_every_results_file_of_the_repository_is_one():
     files = sorted((ROOT / "benchmarks" / "results").glob("*.json"))
     assert files
     for file in files:
-        results.read(file)
+        if not file.stem.startswith("counts"):  # which tests/test_cpu_bench.py reads
+            results.read(file)
 
 
 def test_a_file_is_written_whole_or_not_at_all(tmp_path, monkeypatch):

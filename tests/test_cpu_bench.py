@@ -287,6 +287,17 @@ def test_least_cycles():
     assert counts.cycles({"all": 8, "shift": 6})["vectors"] == 6
 
 
+def test_counts_are_read_back_and_other_files_are_named(tmp_path):
+    found = counts.read(ROOT / "benchmarks" / "results" / "counts-cpu.json")
+    assert len({(c["scheme"], c["M"]) for c in found}) == len(found) and {*found[0]["cycles"]} == {*counts.BUSY}
+    for text in ("[]", "{", '{"counts": [{"scheme": "awq4", "M": 1}]}'):
+        (tmp_path / "c.json").write_text(text)
+        with pytest.raises(Error, match=r"c\.json: no counts of counts\.py"):
+            counts.read(tmp_path / "c.json")
+    with pytest.raises(Error, match=r"none\.json"):
+        counts.read(tmp_path / "none.json")
+
+
 def test_missed_cells_are_explained_by_counts():
     """1024 weights take 8 cycles of the vector ports: at 3 GHz, 4096×4096 take 44 µs."""
     own = replace(AWQ, us=900.0)
