@@ -26,8 +26,10 @@ def allocate(s: State) -> None:
     kind, planes = ELEMENT[s.unit], i64(s.planes)
     shape: tuple = (s.tokens, planes, s.padded)
     if s.by_tiles:
-        tile, token = i64(s.blocked.tile_inputs), i64(LANES)
-        shape = div(s.tokens, token * i64(2)), div(s.padded, tile), planes, i64(2), token, tile
+        tile = i64(s.blocked.tile_inputs)
+        s.rows = T.bind(T.if_then_else(s.few, s.own.sizes["m"], i64(2 * LANES)))
+        pairs = T.if_then_else(s.few, i64(1), div(s.tokens, 2 * LANES))
+        shape = T.bind(pairs * div(s.padded, tile) * planes * s.rows), tile
     s.x = T.alloc_buffer(shape, kind, scope="global")
     if s.corrected:
         s.sums = T.alloc_buffer((s.tokens, s.groups), s.kind if s.offset else "float32", scope="global")

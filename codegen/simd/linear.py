@@ -83,20 +83,34 @@ def _some(s: State, blocks: tirx.Expr, first: tirx.Expr, count: tirx.Expr, work:
 
 
 def _by_tiles(s: State, blocks: tirx.Expr) -> None:
-    few, each, w = s.own.sizes["m"] <= i64(LANES), _each(blocks), tiles.work(s, blocks)
+    each, w = _each(blocks), tiles.work(s, blocks)
     tokens, pieces = s.tokens, w.pieces
     if not s.folds:
-        tokens = T.bind(T.if_then_else(few, i64(LANES), tokens))
-        pieces = T.bind(T.if_then_else(few, ceil_div(blocks, each), pieces))
+        tokens = T.bind(T.if_then_else(s.few, s.own.sizes["m"], tokens))
+        pieces = T.bind(T.if_then_else(s.few, ceil_div(blocks, each), pieces))
     with _pieces(s, tokens, pieces) as i:
         if s.folds:
             _many(s, blocks, w, i)
             return
-        with T.If(few):
+        with T.If(s.few):
             with T.Then():
-                _some(s, blocks, i * each, each, tiles.few)
+                _few(s, blocks, i * each, each)
             with T.Else():
                 _many(s, blocks, w, i)
+
+
+def _few(s: State, blocks: tirx.Expr, first: tirx.Expr, count: tirx.Expr) -> None:
+    def work(stacked: bool) -> None:
+        _some(s, blocks, first, count, lambda s, block: tiles.few(s, block, stacked))
+
+    if s.planes == 1:
+        work(True)
+        return
+    with T.If(s.own.sizes["m"] * i64(s.planes) <= i64(LANES)):
+        with T.Then():
+            work(True)
+        with T.Else():
+            work(False)
 
 
 def _many(s: State, blocks: tirx.Expr, w: tiles.Work, piece: tirx.Expr) -> None:

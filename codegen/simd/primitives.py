@@ -237,9 +237,9 @@ _TILE_PRODUCT = {"bf16": "tdpbf16ps", "u8": "tdpbsud", "i8": "tdpbssd"}
 
 
 def _tiles(unit: str, rows_of_b: int) -> str:
-    """Tiles 0 to 3 hold sums, 4 and 5 rows of x, 6 and 7 weights; all 16 rows of 64 bytes, but for inputs along k: a row
-    of x has 4 * rows_of_b bytes."""
-    shape = [(16, 64)] * 4 + [(16, 4 * rows_of_b)] * 2 + [(rows_of_b, 64)] * 2
+    """Tiles 0 to 3 hold sums, 4 and 5 rows of x, 6 and 7 weights, all of 64 bytes, but for inputs along k: a row of x has
+    4 * rows_of_b bytes.  How many rows x and the sums have is said when tiles are opened."""
+    shape = [(0, 64)] * 4 + [(0, 4 * rows_of_b)] * 2 + [(rows_of_b, 64)] * 2
     config = bytearray(64)
     config[0] = 1
     for at, (rows, width) in enumerate(shape):
@@ -253,9 +253,12 @@ def _tiles(unit: str, rows_of_b: int) -> str:
         "declare void @llvm.x86.tileloadd64(i8, ptr, i64)",
         "declare void @llvm.x86.tilestored64(i8, ptr, i64)",
         f"declare void @llvm.x86.{_TILE_PRODUCT[unit]}(i8, i8, i8)",
-        f"@qdsl_tile_shapes = linkonce_odr constant [64 x i8] [{held}], align 64",
-        "define linkonce_odr void @qdsl_tiles_open() alwaysinline {",
-        "  call void @llvm.x86.ldtilecfg(ptr @qdsl_tile_shapes)",
+        "define linkonce_odr void @qdsl_tiles_open(i64 %rows) alwaysinline {",
+        "  %shapes = alloca <64 x i8>, align 64",
+        f"  store <64 x i8> <{held}>, ptr %shapes, align 64",
+        "  %own = trunc i64 %rows to i8",
+        *(f"  %at{t} = getelementptr i8, ptr %shapes, i64 {48 + t}\n  store i8 %own, ptr %at{t}" for t in range(6)),
+        "  call void @llvm.x86.ldtilecfg(ptr %shapes)",
         "  ret void\n}",
         "define linkonce_odr void @qdsl_tiles_close() alwaysinline {",
         "  call void @llvm.x86.tilerelease()",

@@ -50,7 +50,8 @@ class State:
     folds            whether tiles hold finished weights
     tokens           those of x, rounded up to what is worked on at once
     padded           inputs, rounded up likewise
-    x                the inputs as operands: [tokens, planes, inputs], or tile by tile
+    x                the inputs as operands: [tokens, planes, inputs], or rows of tiles, which `row` finds
+    rows             of a plane, where x lies in tiles: of two tiles, or of all tokens where they are few
     sums             of x over each group, [tokens, groups], where weights are corrected by them: of codes, if there is an
                      offset, or else of what they stand for
     ones             an input of all ones, where sums of weights are needed
@@ -65,8 +66,14 @@ class State:
     tokens: tirx.Expr | None = None
     padded: tirx.Expr | None = None
     x: tirx.Buffer | None = None
+    rows: tirx.Expr | None = None
     sums: tirx.Buffer | None = None
     ones: tirx.Buffer | None = None
+
+    @property
+    def few(self) -> tirx.Expr:
+        """Whether all tokens are those of one tile, which has no more rows than these."""
+        return self.own.sizes["m"] <= i64(0 if self.folds else LANES)
 
     @property
     def unit(self) -> str:
@@ -117,10 +124,10 @@ class State:
         return self.plan.activation.correction is not None
 
     def joined(self, planes: Sequence[tirx.Expr]) -> tirx.Expr:
-        """A whole number of its planes, or a sum of their sums; it is right if it fits 32 bits, whatever these do."""
+        """A number of its planes, or a sum of their sums; a whole one is right if it fits 32 bits, whatever these do."""
         value = planes[0]
         for plane in planes[1:]:
-            value = value * tirx.const(256, self.kind) + plane
+            value = (value * tirx.const(256, self.kind) if self.blocked.whole else value) + plane
         return value
 
     @property
@@ -135,11 +142,13 @@ class State:
         """Where x has input k + v of a token; v is less than a vector has lanes, which k is a multiple of."""
         if not self.by_tiles:
             return row, i64(plane), k + v
-        tile, token = i64(self.blocked.tile_inputs), i64(LANES)
-        pair, of_pair = div(row, i64(2 * LANES)), mod(div(row, token), i64(2))
-        return (
-            pair, div(k, tile), i64(plane), of_pair, mod(row, token), mod(k, tile) + v
-        )  # fmt: skip
+        tile, pair = i64(self.blocked.tile_inputs), i64(2 * LANES)
+        return self.row(div(row, pair), div(k, tile), plane, mod(row, pair)), mod(k, tile) + v
+
+    def row(self, pair: tirx.Expr, tile: tirx.Expr, plane: int, token: tirx.Expr) -> tirx.Expr:
+        """Where x has a plane of a token of a pair of tiles, and those after it in the next rows."""
+        before = pair * div(self.padded, self.blocked.tile_inputs) + tile
+        return (before * i64(self.planes) + i64(plane)) * self.rows + token
 
     def operand(self, row: tirx.Expr, plane: int, k: tirx.Expr) -> tirx.Expr:
         """The address of the operand that begins with input k."""

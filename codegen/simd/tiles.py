@@ -24,6 +24,7 @@ from qdsl.codegen.simd.finish import Group, Of, output
 from qdsl.codegen.simd.state import HALVES, State, ceil_div, div, for_features, local, mod, ramp
 from qdsl.codegen.tir import f32, i64, u32
 
+EARLIER, SLOTS = 2, 4  # steps that weights are made before they are multiplied, and room for them
 AHEAD = 64  # words of a lane that are asked for before they are needed: 8 KiB
 TILES = 8  # of a panel, where groups do not end it
 PAIRS, BLOCKS = 16, 16  # of a piece of work at most: 512 tokens by 512 features, 1 MiB of sums
@@ -32,40 +33,92 @@ SIGNS = 0x80808080  # of the bytes of a lane
 ROW = i64(FEATURES * 4)  # bytes from a token's sums to the next
 
 
-def few(s: State, block: tirx.Expr) -> None:
-    """y for the features of a block, of up to 16 tokens."""
-    b, k = s.blocked, s.own.sizes["k"]
-    entries, m = decode.table(b), s.own.sizes["m"]
-    at_once, tokens = b.tile_inputs, LANES
-    operands = T.alloc_buffer((2, HALVES, at_once // b.depth, LANES), "int32", scope="global")
-    acc = T.alloc_buffer((tokens, FEATURES), "float32", scope="global")
-    part = T.alloc_buffer((b.apart * tokens, FEATURES), s.kind, scope="global")
-    ones = local((FEATURES,), s.kind) if s.weighed else None
+def few(s: State, block: tirx.Expr, stacked: bool) -> None:
+    """y for the features of a block, of up to 16 tokens.
+
+    Tiles of weights are made two steps before they are multiplied: what has been stored just now can't be loaded yet, and all
+    that follows would wait.  Likewise groups take turns with the tiles of sums, whose products take long: those of a group are
+    stored while the next one's are multiplied, and scaled after that.
+
+    stacked   whether a tile has all planes of its tokens, one after the other: with fewer rows, a product takes less time
+    """
+    b, k, m = s.blocked, s.own.sizes["k"], s.own.sizes["m"]
+    entries, at_once = decode.table(b), b.tile_inputs
+    operands = T.alloc_buffer((SLOTS, HALVES, at_once // b.depth, LANES), "int32", scope="global")
+    acc = T.alloc_buffer((LANES, FEATURES), "float32", scope="global")
+    halves = b.apart if not stacked else 1  # tiles of tokens
+    part = T.alloc_buffer((halves * LANES, FEATURES), s.kind, scope="global")
+    turns = 2 // halves
+    ones = [local((FEATURES,), s.kind) for _ in range(turns)] if s.weighed else None
+    last = T.bind(ceil_div(k, at_once))
+    each = b.step // at_once if b.step else None
+    planes, apart = (b.planes, m) if stacked else (b.apart, i64(LANES))  # of sums, and the rows between them
     with T.serial(i64(0), m) as r:
         for_features(lambda v: store(acc, f32(0), r, v))
     _claim(s, part)
-    primitives.call("tiles_open")
-    with T.serial(i64(0), s.groups) as g:
-        start = T.bind(g * s.step)
-        end = T.bind(T.min(start + s.step, k))
-        first = T.bind(div(start, i64(at_once)))
-        count = T.bind(ceil_div(end - start, at_once))
-        less = _less(s, block, start)
+    primitives.call("tiles_open", m * i64(planes if stacked else 1))
+
+    def make(tile: tirx.Expr) -> None:
+        less = _less(s, block, tile * i64(at_once))
+        _make(s, block, tile, operands, tile & i64(SLOTS - 1), entries, less=less, ask=True)
+
+    def step(tile: tirx.Expr, turn: int) -> None:
+        if not b.direct:
+            with T.If(tile + i64(EARLIER) < last), T.Then():
+                make(tile + i64(EARLIER))
         if ones is not None:
-            for_features(lambda v: store(ones, tirx.const(0, s.kind), v))
-        _zero(b.apart)
-        with T.serial(i64(0), count + i64(1)) as i:  # one is made while the one before it is multiplied
-            with T.If(i < count), T.Then():
-                _make(s, block, first + i, operands, T.bitwise_and(i, i64(1)), entries, less=less, ask=True)
-            with T.If(i > i64(0)), T.Then():
-                before = T.bitwise_and(i - i64(1), i64(1))
-                _weigh(s, ones, operands, before, first + i - i64(1))
-                soon = first + i + i64(AHEAD * b.inputs // at_once - 1) if b.direct else None
-                _multiply(s, block, operands, before, first + i - i64(1), i64(0), i64(0), 1, soon)
-        _move("store", part, b.apart, i64(0))
-        group = Group(s, block, start, end, (lambda v: ones[v]) if s.weighed else None)
+            _weigh(s, ones[turn], operands, tile & i64(SLOTS - 1), tile)
+        soon = tile + i64(AHEAD * b.inputs // at_once - 1) if b.direct else None
+        _multiply(s, block, operands, tile & i64(SLOTS - 1), tile, _few_rows(s, tile, turn, stacked), soon)
+
+    def stored(turn: int) -> None:
+        _move("store", part, halves, i64(0), first=2 * turn)
+
+    def promote(g: tirx.Expr, turn: int) -> None:
+        start = g * s.step
+        end = T.bind(T.min(start + s.step, k))
+        group = Group(s, block, start, end, (lambda v: ones[turn][v]) if ones is not None else None)
         with T.serial(i64(0), m) as r:
-            group.promote(r, g, _sums(s, part, r), acc, r)
+            group.promote(r, g, _sums(s, part, r, planes=planes, apart=apart), acc, r)
+
+    def group(g: tirx.Expr, turn: int) -> None:
+        first = T.bind(g * i64(each)) if each else i64(0)
+        end = T.bind(T.min(first + i64(each), last)) if each else last
+        if ones is not None:
+            for_features(lambda v: store(ones[turn], tirx.const(0, s.kind), v))
+        _zero(halves, first=2 * turn)
+        step(first, turn)
+        before = (turn + 1) % turns
+        if turns > 1 and each:
+            with T.If(g > i64(0)), T.Then():
+                stored(before)
+        with T.serial(first + i64(1), end) as tile:
+            step(tile, turn)
+        if turns > 1 and each:
+            with T.If(g > i64(0)), T.Then():
+                promote(g - i64(1), before)
+        else:
+            stored(turn)
+            promote(g, turn)
+
+    if not b.direct:
+        for tile in range(EARLIER):
+            with T.If(i64(tile) < last), T.Then():
+                make(i64(tile))
+    if each is None:
+        group(i64(0), 0)
+    elif turns == 1:
+        with T.serial(i64(0), s.groups) as g:
+            group(g, 0)
+    else:
+        with T.serial(i64(0), ceil_div(s.groups, 2)) as pair:
+            group(pair * i64(2), 0)
+            with T.If(pair * i64(2) + i64(1) < s.groups), T.Then():
+                group(pair * i64(2) + i64(1), 1)
+        for turn in range(2):
+            with T.If(s.groups & i64(1) == i64(1 - turn)), T.Then():
+                stored(turn)
+                promote(s.groups - i64(1), turn)
     primitives.call("tiles_close")
     with T.serial(i64(0), m) as r:
         output(s, r, block, lambda v: acc[r, v])
@@ -123,7 +176,7 @@ def many(s: State, first_block: tirx.Expr, blocks: tirx.Expr, first_pair: tirx.E
             for_features(lambda v: store(ones, tirx.const(0, s.kind), n, v))
     if part is not None:
         _claim(s, part)
-    primitives.call("tiles_open")
+    primitives.call("tiles_open", i64(LANES))
     with T.serial(i64(0), ceil_div(k, tiles * i64(at_once))) as g, T.serial(i64(0), blocks) as n:
         block = first_block + n
         start = g * tiles * i64(at_once)
@@ -153,7 +206,7 @@ def many(s: State, first_block: tirx.Expr, blocks: tirx.Expr, first_pair: tirx.E
                 else:
                     _ask(s, block, first + i + tiles, p, each)
                 pair, half = first_pair + div(p, i64(b.apart)), mod(p, b.apart)
-                _multiply(s, block, operands, i, first + i, pair, half, at_a_time)
+                _multiply(s, block, operands, i, first + i, _rows(s, pair, first + i, half, at_a_time))
 
         if whole:
             with T.serial(i64(0), turns) as p:
@@ -265,32 +318,57 @@ def _claim(s: State, part: tirx.Buffer) -> None:
     store(part, tirx.const(0, s.kind), *(extent - i64(1) for extent in part.shape))
 
 
-def _zero(halves: int) -> None:
-    for t in range(2 * halves):
+def _zero(halves: int, first: int = 0) -> None:
+    for t in range(first, first + 2 * halves):
         primitives.call(f"tile_zero_{t}")
 
 
-def _move(what: str, part: tirx.Buffer, halves: int, *place) -> None:
-    """Sums to memory or from there."""
+def _move(what: str, part: tirx.Buffer, halves: int, *place, first: int = 0) -> None:
+    """Sums, of the tiles from the `first` on, to memory or from there."""
     *of, row = place
     for t in range(2 * halves):
         at = T.address_of(part[(*of, row + i64(t // 2 * LANES), i64(t % 2 * LANES))])
-        primitives.call(f"tile_{what}_{t}", at, ROW)
+        primitives.call(f"tile_{what}_{first + t}", at, ROW)
 
 
-def _sums(s: State, part: tirx.Buffer, *place) -> Of:
-    """Those of a row's planes, which are a tile's rows apart, as those of a token."""
+def _sums(s: State, part: tirx.Buffer, *place, planes: int = 0, apart: tirx.Expr | None = None) -> Of:
+    """Those of a row's planes, as those of a token: of what is kept apart, a tile's rows from each other, if nothing is said."""
     *of, row = place
-    return lambda v: s.joined([part[(*of, row + i64(p * LANES), v)] for p in range(s.blocked.apart)])
+    planes, apart = planes or s.blocked.apart, i64(LANES) if apart is None else apart
+    return lambda v: s.joined([part[(*of, row + i64(p) * apart, v)] for p in range(planes)])
 
 
-def _multiply(s: State, block, operands, at, tile, pair, first, halves: int, soon: tirx.Expr | None = None) -> None:
-    """sums += the products of one or both tiles of a pair of tokens', from the `first` on, with two of weights.
+Rows = list[list[tuple[int, tirx.Expr]]]  # tiles of x to be multiplied together, one such list after the other: (0 or 1, address)
+
+
+def _rows(s: State, pair: tirx.Expr, tile: tirx.Expr, first: tirx.Expr, halves: int) -> Rows:
+    """One or both tiles of a pair of tokens', from the `first` on."""
+    b = s.blocked
+
+    def at(plane: int, half: int) -> tirx.Expr:
+        return T.address_of(s.x[s.row(pair, tile, plane, (first + i64(half)) * i64(LANES)), i64(0)])
+
+    if b.apart > 1:
+        return [[(plane * halves + half, at(plane, half)) for plane in range(b.planes) for half in range(halves)]]
+    return [[(half, at(plane, half)) for half in range(halves)] for plane in range(b.planes)]
+
+
+def _few_rows(s: State, tile: tirx.Expr, turn: int, stacked: bool) -> Rows:
+    """The only tile of tokens', of all planes together or of one after the other."""
+    b = s.blocked
+    at = [T.address_of(s.x[s.row(i64(0), tile, plane, i64(0)), i64(0)]) for plane in range(b.planes)]
+    if stacked:
+        return [[(turn, at[0])]]
+    return [list(enumerate(at))] if b.apart > 1 else [[(turn, place)] for place in at]
+
+
+def _multiply(s: State, block, operands, at, tile, rows: Rows, soon: tirx.Expr | None = None) -> None:
+    """sums += the products of tiles of tokens' with two of weights.
 
     soon   a tile whose words are asked for meanwhile, some with each instruction: those asked for together wait for each other
     """
     b = s.blocked
-    steps = HALVES + b.planes * 3 * halves
+    steps = HALVES + sum(3 * len(together) for together in rows)
     asked, each = iter(range(steps)), ceil_div(i64(b.tile_inputs // b.inputs), steps)
 
     def ask() -> None:
@@ -303,16 +381,14 @@ def _multiply(s: State, block, operands, at, tile, pair, first, halves: int, soo
             place, line = s.own.buffers[b.code][block, tile * i64(b.tile_inputs // b.inputs), i64(u * LANES)], FEATURES
         primitives.call(f"tile_load_{6 + u}", T.address_of(place), i64(line * 4))
         ask()
-    planes = [tuple(range(b.planes))] if b.apart > 1 else [(plane,) for plane in range(b.planes)]  # in turn
-    for together in planes:
-        rows = [(plane, half) for plane in together for half in range(halves)]
-        for r, (plane, half) in enumerate(rows):
-            place = T.address_of(s.x[pair, tile, i64(plane), first + i64(half), i64(0), i64(0)])
-            primitives.call(f"tile_load_{4 + r}", place, i64(b.tile_inputs * 4 // b.depth))
+    for together in rows:
+        for half, place in together:
+            primitives.call(f"tile_load_{4 + half}", place, i64(b.tile_inputs * 4 // b.depth))
             ask()
-        for t in range(2 * len(rows)):
-            primitives.call(f"tile_product_{t}")
-            ask()
+        for half, _ in together:
+            for t in range(HALVES):
+                primitives.call(f"tile_product_{2 * half + t}")
+                ask()
 
 
 def _ask(s: State, block, tile, part: tirx.Expr, each: tirx.Expr, prefetch=primitives.prefetch) -> None:
