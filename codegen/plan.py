@@ -342,15 +342,17 @@ def _core(scheme: Scheme, weight: Split) -> tuple[str, np.ndarray] | None:
 
 def _simd_variants(simd: Blocked, before: Sequence[Step], args: tuple[str, ...]) -> tuple[tuple[Variant, ...], Table]:
     """The SIMD kernels, which quantize x themselves, and up to how many tokens which of them is the fastest."""
-    few = 8
-    names = ["rows", "panel"]
+    few, last = {"rows": 8}, "panel"
     if simd.tiles:
-        few = 4 if simd.unit != "bf16" or simd.planes > 1 else 2 if simd.floats else 1
-        names = ["rows", "tiles"]
-    last = names[-1]
+        # With each token more `rows` take longer, unless whole numbers wait for memory; of bfloat16 even one takes tiles less.
+        rows = 2 if simd.floats or simd.step else 4
+        few = {"rows": rows} if simd.whole or simd.floats else {}
+        if simd.planes > 1 and not simd.whole:
+            few["stacked"] = LANES // simd.planes
+        last = "tiles"
     # In `rows`, how many sums a token's has depends on how many tokens there are; whole numbers do not mind.
-    orders = {name: None if name == "rows" and not simd.whole else f"{simd.unit} in {name}" for name in names}
-    free = [(few, "rows"), (None, last)]
+    orders = {name: None if name == "rows" and not simd.whole else f"{simd.unit} in {name}" for name in (*few, last)}
+    free: list[tuple[int | None, str]] = [*((most, name) for name, most in few.items()), (None, last)]
     if simd.folds:
         # What takes long to decode takes longer to finish.
         free[-1:] = [((8 if simd.decode == "number" else 2) * LANES, last), (None, "folded")]

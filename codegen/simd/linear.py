@@ -27,10 +27,10 @@ def lower(plan: Plan) -> dict[str, tirx.PrimFunc]:
 def _linear(plan: Plan, name: str, args: tuple[str, ...]) -> tirx.PrimFunc:
     b, code = plan.blocked, plan.scheme.code.dtype
     folds = name == "linear_folded"
-    by_tiles = folds or name == "linear_tiles"
+    by_tiles, stacked = name not in ("linear_rows", "linear_panel"), name == "linear_stacked"
     with open_function(plan, name, args) as (builder, own):
         width = 512 if "avx512" in plan.target.units else 256
-        s = State(plan, b, own, by_tiles, name == "linear_rows" and b.floats, folds)
+        s = State(plan, b, own, by_tiles, name == "linear_rows" and b.floats, folds, stacked)
         pairs = code if decode.pairs_of_floats(b, code) and not s.floats else None
         rows_of_b = b.tile_inputs // b.depth if by_tiles else None
         with primitives.imported(s.unit, width, b.decode == "look up", rows_of_b, pairs, b.signed):
@@ -103,10 +103,10 @@ def _few(s: State, blocks: tirx.Expr, first: tirx.Expr, count: tirx.Expr) -> Non
     def work(stacked: bool) -> None:
         _some(s, blocks, first, count, lambda s, block: tiles.few(s, block, stacked))
 
-    if s.planes == 1:
-        work(True)
+    if s.planes == 1 or not s.blocked.whole:
+        work(s.planes == 1 or s.stacked)
         return
-    with T.If(s.own.sizes["m"] * i64(s.planes) <= i64(LANES)):
+    with T.If(s.own.sizes["m"] * i64(s.planes) <= i64(LANES)):  # whole numbers do not mind the order
         with T.Then():
             work(True)
         with T.Else():

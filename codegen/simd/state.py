@@ -48,6 +48,7 @@ class State:
     by_tiles         whether tiles multiply
     floats           whether float32 are multiplied instead of the unit's operands
     folds            whether tiles hold finished weights
+    stacked          whether all planes of few tokens share a tile, so that each plane has sums of its own
     tokens           those of x, rounded up to what is worked on at once
     padded           inputs, rounded up likewise
     x                the inputs as operands: [tokens, planes, inputs], or rows of tiles, which `row` finds
@@ -63,6 +64,7 @@ class State:
     by_tiles: bool
     floats: bool = False
     folds: bool = False
+    stacked: bool = False
     tokens: tirx.Expr | None = None
     padded: tirx.Expr | None = None
     x: tirx.Buffer | None = None
@@ -73,7 +75,8 @@ class State:
     @property
     def few(self) -> tirx.Expr:
         """Whether all tokens are those of one tile, which has no more rows than these."""
-        return self.own.sizes["m"] <= i64(0 if self.folds else LANES)
+        most = 0 if self.folds else LANES // self.planes if self.stacked else LANES
+        return self.own.sizes["m"] <= i64(most)
 
     @property
     def unit(self) -> str:

@@ -12,6 +12,7 @@ Where the sums of x's planes are kept apart, two tiles of tokens are two planes 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tvm import tirx
@@ -58,18 +59,23 @@ def few(s: State, block: tirx.Expr, stacked: bool) -> None:
     _claim(s, part)
     primitives.call("tiles_open", m * i64(planes if stacked else 1))
 
-    def make(tile: tirx.Expr) -> None:
+    def make(tile: tirx.Expr, meanwhile: Sequence[Callable] = ()) -> None:
         less = _less(s, block, tile * i64(at_once))
-        _make(s, block, tile, operands, tile & i64(SLOTS - 1), entries, less=less, ask=True)
+        _make(s, block, tile, operands, tile & i64(SLOTS - 1), entries, less=less, ask=True, meanwhile=meanwhile)
 
     def step(tile: tirx.Expr, turn: int) -> None:
-        if not b.direct:
-            with T.If(tile + i64(EARLIER) < last), T.Then():
-                make(tile + i64(EARLIER))
+        at, soon = tile & i64(SLOTS - 1), tile + i64(AHEAD * b.inputs // at_once - 1) if b.direct else None
         if ones is not None:
-            _weigh(s, ones[turn], operands, tile & i64(SLOTS - 1), tile)
-        soon = tile + i64(AHEAD * b.inputs // at_once - 1) if b.direct else None
-        _multiply(s, block, operands, tile & i64(SLOTS - 1), tile, _few_rows(s, tile, turn, stacked), soon)
+            _weigh(s, ones[turn], operands, at, tile)
+        products = _products(s, block, operands, at, tile, _few_rows(s, tile, turn, stacked), soon)
+        if b.direct:
+            _in_turn(products)
+            return
+        with T.If(tile + i64(EARLIER) < last):
+            with T.Then():
+                make(tile + i64(EARLIER), products)
+            with T.Else():
+                _in_turn(products)
 
     def stored(turn: int) -> None:
         _move("store", part, halves, i64(0), first=2 * turn)
@@ -206,7 +212,7 @@ def many(s: State, first_block: tirx.Expr, blocks: tirx.Expr, first_pair: tirx.E
                 else:
                     _ask(s, block, first + i + tiles, p, each)
                 pair, half = first_pair + div(p, i64(b.apart)), mod(p, b.apart)
-                _multiply(s, block, operands, i, first + i, _rows(s, pair, first + i, half, at_a_time))
+                _in_turn(_products(s, block, operands, i, first + i, _rows(s, pair, first + i, half, at_a_time)))
 
         if whole:
             with T.serial(i64(0), turns) as p:
@@ -262,8 +268,13 @@ def _less(s: State, block: tirx.Expr, start: tirx.Expr) -> tirx.Buffer | None:
     return found
 
 
-def _make(s: State, block, tile, operands, to, entries, group: Group | None = None, *, less=None, ask=False) -> None:
-    """The two tiles of weights of 64 bytes' inputs, those beyond the last zeros; finished ones of a given group."""
+def _make(
+    s: State, block, tile, operands, to, entries, group: Group | None = None, *, less=None, ask=False, meanwhile=()
+) -> None:
+    """The two tiles of weights of 64 bytes' inputs, those beyond the last zeros; finished ones of a given group.
+
+    meanwhile   what else is done, some of it after each line of codes: while one waits for memory, the other goes on
+    """
     b = s.blocked
     weights, per_word, code = s.own.buffers[b.code], b.inputs // b.depth, s.plan.scheme.code.dtype
     words = b.tile_inputs // b.inputs
@@ -271,34 +282,40 @@ def _make(s: State, block, tile, operands, to, entries, group: Group | None = No
         return
     first, end = tile * i64(words), ceil_div(s.own.sizes["k"], b.inputs)
 
-    def word(w: tirx.Expr, row: tirx.Expr) -> None:
-        for u in range(HALVES):
-            if ask:
-                primitives.prefetch(T.address_of(weights[block, w + i64(AHEAD), i64(u * LANES)]))
-            held = T.bind(weights[block, w, ramp(u * LANES)])
-            if group is None:
-                vectors = decode.operands(b, code, held, entries)
-            else:
-                scale, more = (f[ramp(u * LANES)] if f is not None else None for f in (group.scale, group.correction))
-                vectors = decode.finished(b, code, held, entries, scale, more)
-            for q, v in enumerate(vectors):
-                if less is not None:  # no byte borrows from the next one
-                    v = T.reinterpret("uint32x16", v) + less[ramp(u * LANES)] ^ primitives.splat(u32(SIGNS))
-                    v = primitives.bits(v)
-                store(operands, v, to, i64(u), row + i64(q), ramp(0))
+    def line(w: tirx.Expr, u: int, row: tirx.Expr) -> None:
+        if ask:
+            primitives.prefetch(T.address_of(weights[block, w + i64(AHEAD), i64(u * LANES)]))
+        held = T.bind(weights[block, w, ramp(u * LANES)])
+        if group is None:
+            vectors = decode.operands(b, code, held, entries)
+        else:
+            scale, more = (f[ramp(u * LANES)] if f is not None else None for f in (group.scale, group.correction))
+            vectors = decode.finished(b, code, held, entries, scale, more)
+        for q, v in enumerate(vectors):
+            if less is not None:  # no byte borrows from the next one
+                v = T.reinterpret("uint32x16", v) + less[ramp(u * LANES)] ^ primitives.splat(u32(SIGNS))
+                v = primitives.bits(v)
+            store(operands, v, to, i64(u), row + i64(q), ramp(0))
 
     with T.If(first + i64(words) <= end):
         with T.Then():
-            for w in range(words):
-                word(first + i64(w), i64(w * per_word))
-        with T.Else(), T.serial(i64(0), i64(words)) as w, T.If(first + w < end):
-            with T.Then():
-                word(first + w, w * i64(per_word))
-            with T.Else():
-                for u in range(HALVES):
-                    for q in range(per_word):
-                        zero = primitives.splat(tirx.const(0, "int32"))
-                        store(operands, zero, to, i64(u), w * i64(per_word) + i64(q), ramp(0))
+            for at in range(words * HALVES):
+                w, u = divmod(at, HALVES)
+                line(first + i64(w), u, i64(w * per_word))
+                _in_turn(
+                    meanwhile[at * len(meanwhile) // (words * HALVES) : (at + 1) * len(meanwhile) // (words * HALVES)]
+                )
+        with T.Else():
+            with T.serial(i64(0), i64(words)) as w, T.If(first + w < end):
+                with T.Then():
+                    for u in range(HALVES):
+                        line(first + w, u, w * per_word)
+                with T.Else():
+                    for u in range(HALVES):
+                        for q in range(per_word):
+                            zero = primitives.splat(tirx.const(0, "int32"))
+                            store(operands, zero, to, i64(u), w * i64(per_word) + i64(q), ramp(0))
+            _in_turn(meanwhile)
 
 
 def _weigh(s: State, ones, operands, at, tile, *of) -> None:
@@ -338,7 +355,7 @@ def _sums(s: State, part: tirx.Buffer, *place, planes: int = 0, apart: tirx.Expr
     return lambda v: s.joined([part[(*of, row + i64(p) * apart, v)] for p in range(planes)])
 
 
-Rows = list[list[tuple[int, tirx.Expr]]]  # tiles of x to be multiplied together, one such list after the other: (0 or 1, address)
+Rows = list[tuple[int, tirx.Expr]]  # tiles of x to be multiplied: the number of the tile, 0 or 1, and the address
 
 
 def _rows(s: State, pair: tirx.Expr, tile: tirx.Expr, first: tirx.Expr, halves: int) -> Rows:
@@ -348,9 +365,11 @@ def _rows(s: State, pair: tirx.Expr, tile: tirx.Expr, first: tirx.Expr, halves: 
     def at(plane: int, half: int) -> tirx.Expr:
         return T.address_of(s.x[s.row(pair, tile, plane, (first + i64(half)) * i64(LANES)), i64(0)])
 
-    if b.apart > 1:
-        return [[(plane * halves + half, at(plane, half)) for plane in range(b.planes) for half in range(halves)]]
-    return [[(half, at(plane, half)) for half in range(halves)] for plane in range(b.planes)]
+    return [
+        (plane * halves + half if b.apart > 1 else half, at(plane, half))
+        for plane in range(b.planes)
+        for half in range(halves)
+    ]
 
 
 def _few_rows(s: State, tile: tirx.Expr, turn: int, stacked: bool) -> Rows:
@@ -358,37 +377,49 @@ def _few_rows(s: State, tile: tirx.Expr, turn: int, stacked: bool) -> Rows:
     b = s.blocked
     at = [T.address_of(s.x[s.row(i64(0), tile, plane, i64(0)), i64(0)]) for plane in range(b.planes)]
     if stacked:
-        return [[(turn, at[0])]]
-    return [list(enumerate(at))] if b.apart > 1 else [[(turn, place)] for place in at]
+        return [(turn, at[0])]
+    return list(enumerate(at)) if b.apart > 1 else [(turn, place) for place in at]
 
 
-def _multiply(s: State, block, operands, at, tile, rows: Rows, soon: tirx.Expr | None = None) -> None:
-    """sums += the products of tiles of tokens' with two of weights.
+def _products(
+    s: State, block, operands, at, tile, rows: Rows, soon: tirx.Expr | None = None
+) -> list[Callable[[], None]]:
+    """sums += the products of tiles of tokens' with two of weights, instruction by instruction.
 
     soon   a tile whose words are asked for meanwhile, some with each instruction: those asked for together wait for each other
     """
     b = s.blocked
-    steps = HALVES + sum(3 * len(together) for together in rows)
-    asked, each = iter(range(steps)), ceil_div(i64(b.tile_inputs // b.inputs), steps)
+    steps = HALVES + 3 * len(rows)
+    found: list[Callable[[], None]] = []
 
-    def ask() -> None:
-        if soon is not None:
-            _ask(s, block, soon, i64(next(asked)), each, primitives.prefetch_near)
+    def add(name: str, *args) -> None:
+        part, each = i64(len(found)), ceil_div(i64(b.tile_inputs // b.inputs), steps)
 
-    for u in range(HALVES):
+        def instruction() -> None:
+            primitives.call(name, *args)
+            if soon is not None:
+                _ask(s, block, soon, part, each, primitives.prefetch_near)
+
+        found.append(instruction)
+
+    def of_weights(u: int) -> None:
         place, line = operands[at, i64(u), i64(0), i64(0)], LANES
         if b.direct:
             place, line = s.own.buffers[b.code][block, tile * i64(b.tile_inputs // b.inputs), i64(u * LANES)], FEATURES
-        primitives.call(f"tile_load_{6 + u}", T.address_of(place), i64(line * 4))
-        ask()
-    for together in rows:
-        for half, place in together:
-            primitives.call(f"tile_load_{4 + half}", place, i64(b.tile_inputs * 4 // b.depth))
-            ask()
-        for half, _ in together:
-            for t in range(HALVES):
-                primitives.call(f"tile_product_{2 * half + t}")
-                ask()
+        add(f"tile_load_{6 + u}", T.address_of(place), i64(line * 4))
+
+    for number, (half, place) in enumerate(rows):
+        add(f"tile_load_{4 + half}", place, i64(b.tile_inputs * 4 // b.depth))
+        for t in range(HALVES):
+            if number == 0:
+                of_weights(t)
+            add(f"tile_product_{2 * half + t}")
+    return found
+
+
+def _in_turn(actions: Sequence[Callable[[], None]]) -> None:
+    for act in actions:
+        act()
 
 
 def _ask(s: State, block, tile, part: tirx.Expr, each: tirx.Expr, prefetch=primitives.prefetch) -> None:
