@@ -33,6 +33,8 @@ TILE, NEAR = 1 << 10, 1 << 20  # bytes of a tile, and those that stay in a core'
 SIGNS = 0x80808080  # of the bytes of a lane
 ROW = i64(FEATURES * 4)  # bytes from a token's sums to the next
 
+Actions = Sequence[Callable[[], None]]  # each writes an instruction
+
 
 def few(s: State, block: tirx.Expr, stacked: bool) -> None:
     """y for the features of a block, of up to 16 tokens.
@@ -59,7 +61,7 @@ def few(s: State, block: tirx.Expr, stacked: bool) -> None:
     _claim(s, part)
     primitives.call("tiles_open", m * i64(planes if stacked else 1))
 
-    def make(tile: tirx.Expr, meanwhile: Sequence[Callable] = ()) -> None:
+    def make(tile: tirx.Expr, meanwhile: Actions = ()) -> None:
         less = _less(s, block, tile * i64(at_once))
         _make(s, block, tile, operands, tile & i64(SLOTS - 1), entries, less=less, ask=True, meanwhile=meanwhile)
 
@@ -173,7 +175,7 @@ def many(s: State, first_block: tirx.Expr, blocks: tirx.Expr, first_pair: tirx.E
     kept = T.alloc_buffer((i64(BLOCKS), most * rows, i64(FEATURES)), s.kind if whole else "float32", scope="global")
     part = None if whole else T.alloc_buffer((i64(1), square, i64(FEATURES)), s.kind, scope="global")
     ones = T.alloc_buffer((i64(BLOCKS), i64(FEATURES)), s.kind, scope="global") if s.weighed else None
-    token, turns = first_pair * square, T.bind(pairs * i64(b.apart))
+    token, turns, of_turn = first_pair * square, T.bind(pairs * i64(b.apart)), at_a_time * LANES
     each = T.bind(ceil_div(i64(at_once // b.inputs), turns))  # words of a tile that are asked for at a turn
     with T.serial(i64(0), blocks) as n:
         with T.serial(i64(0), pairs * square * rows) as r:
@@ -205,7 +207,16 @@ def many(s: State, first_block: tirx.Expr, blocks: tirx.Expr, first_pair: tirx.E
         if not whole:
             group = Group(s, block, start, end, (lambda v: ones[n, v]) if s.weighed else None)
 
+        def promote(p: tirx.Expr, begin: tirx.Expr, end: tirx.Expr) -> None:
+            """Some of a turn's tokens."""
+            with T.serial(begin, end) as r:
+                row = p * i64(of_turn) + r
+                group.promote(token + row, g, _sums(s, part, i64(0), r), kept, n, row)
+
         def multiplied(p: tirx.Expr) -> None:
+            """By a turn's tokens; between steps, sums of those before them are scaled: tiles and vectors work side by side, as
+            far as a processor looks ahead, which is some 500 instructions."""
+            some = -(-of_turn // made)
             with T.serial(i64(0), count) as i:
                 if b.direct and whole:
                     _ask(s, block + i64(1), first + i, p, each)
@@ -213,23 +224,26 @@ def many(s: State, first_block: tirx.Expr, blocks: tirx.Expr, first_pair: tirx.E
                     _ask(s, block, first + i + tiles, p, each)
                 pair, half = first_pair + div(p, i64(b.apart)), mod(p, b.apart)
                 _in_turn(_products(s, block, operands, i, first + i, _rows(s, pair, first + i, half, at_a_time)))
+                if not whole:
+                    with T.If(p > i64(0)), T.Then():
+                        promote(
+                            p - i64(1),
+                            T.min(i64(of_turn), i * i64(some)),
+                            T.min(i64(of_turn), (i + i64(1)) * i64(some)),
+                        )
+            if not whole:
+                with T.If(p > i64(0)), T.Then():
+                    promote(p - i64(1), T.min(i64(of_turn), count * i64(some)), i64(of_turn))
 
-        if whole:
-            with T.serial(i64(0), turns) as p:
-                row = p * square
-                _move("load", kept, 2, n, row)
-                multiplied(p)
-                _move("store", kept, 2, n, row)
-        else:
-            with T.serial(i64(0), turns + i64(1)) as p:  # tiles are multiplied while the sums before them are scaled
-                with T.If(p < turns), T.Then():
-                    _zero(2)
-                    multiplied(p)
-                with T.If(p > i64(0)), T.Then(), T.serial(i64(0), i64(at_a_time * LANES)) as r:
-                    row = (p - i64(1)) * i64(at_a_time * LANES) + r
-                    group.promote(token + row, g, _sums(s, part, i64(0), r), kept, n, row)
-                with T.If(p < turns), T.Then():
-                    _move("store", part, 2, i64(0), i64(0))
+        with T.serial(i64(0), turns) as p:
+            if whole:
+                _move("load", kept, 2, n, p * square)
+            else:
+                _zero(2)
+            multiplied(p)
+            _move("store", *((kept, 2, n, p * square) if whole else (part, 2, i64(0), i64(0))))
+        if not whole:
+            promote(turns - i64(1), i64(0), i64(of_turn))
     primitives.call("tiles_close")
     with T.serial(i64(0), blocks) as n:
         if whole and not s.folds:
@@ -269,11 +283,21 @@ def _less(s: State, block: tirx.Expr, start: tirx.Expr) -> tirx.Buffer | None:
 
 
 def _make(
-    s: State, block, tile, operands, to, entries, group: Group | None = None, *, less=None, ask=False, meanwhile=()
+    s: State,
+    block,
+    tile,
+    operands,
+    to,
+    entries,
+    group: Group | None = None,
+    *,
+    less=None,
+    ask=False,
+    meanwhile: Actions = (),
 ) -> None:
     """The two tiles of weights of 64 bytes' inputs, those beyond the last zeros; finished ones of a given group.
 
-    meanwhile   what else is done, some of it after each line of codes: while one waits for memory, the other goes on
+    meanwhile   what else is done, some of it after each line of codes: tiles multiply while memory is waited for
     """
     b = s.blocked
     weights, per_word, code = s.own.buffers[b.code], b.inputs // b.depth, s.plan.scheme.code.dtype
@@ -381,9 +405,7 @@ def _few_rows(s: State, tile: tirx.Expr, turn: int, stacked: bool) -> Rows:
     return list(enumerate(at)) if b.apart > 1 else [(turn, place) for place in at]
 
 
-def _products(
-    s: State, block, operands, at, tile, rows: Rows, soon: tirx.Expr | None = None
-) -> list[Callable[[], None]]:
+def _products(s: State, block, operands, at, tile, rows: Rows, soon: tirx.Expr | None = None) -> Actions:
     """sums += the products of tiles of tokens' with two of weights, instruction by instruction.
 
     soon   a tile whose words are asked for meanwhile, some with each instruction: those asked for together wait for each other
@@ -417,7 +439,7 @@ def _products(
     return found
 
 
-def _in_turn(actions: Sequence[Callable[[], None]]) -> None:
+def _in_turn(actions: Actions) -> None:
     for act in actions:
         act()
 
