@@ -47,6 +47,7 @@ PORTS: tuple[tuple[str, Mapping[str, float]], ...] = (
     (r"vcvtneps2bf16", {"any": 1, "lanes": 1}),
     (r"vcvtph2ps|vcvtps2ph", {"any": 1, "lanes": 1}),
     (r"vps(ll|rl|ra)[dqw]|vpro[lr]|vpsh[lr]d", {"shift": 1}),
+    (r"vpermw", {"shift": 1, "lanes": 1}),  # measured: as long as a shift and a vpermd together
     (r"vperm|vpshuf|vpunpck|vpmov[sz]x|vpmov[dqw]|valign|vpalign|vinsert|vextract|vshuf|vunpck|vpbroadcast[bw]", {"lanes": 1}),
     (r"vpcmp|vptest|vcmp", {"lanes": 1}),
     (r"prefetch", {"load": 1}),

@@ -173,7 +173,7 @@ PER_CYCLE = {
     "f32": 64,
     "i8": 256,
 }  # operations of a core's two vector ports of 512 bits; limits.c finds the clock by them
-BUSY = ("vectors", "loads", "tiles")
+BUSY = ("vectors", "loads", "stores", "tiles")
 
 
 def missed_by_count(found: Results, counts: Sequence[Mapping]) -> str:
