@@ -308,7 +308,8 @@ def test_missed_cells_are_explained_by_counts():
     counted = [{"scheme": own.scheme, "M": 1, "cycles": cycles}]
     text = goals_cpu.missed_by_count(Results(META, (own, peer, read, clock)), counted)
     assert (
-        text.splitlines()[-1] == "| awq4(scale_type=bf16) | bf16 | 4096×4096 | 1 | 1 | 900 | 667 | 500 | 44 | 22 | 11 | 3 |"
+        text.splitlines()[-1]
+        == "| awq4(scale_type=bf16) | bf16 | 4096×4096 | 1 | 1 | 900 | 667 | 500 | 44 | 22 | 11 | 3 |"
     )
     uncounted = goals_cpu.missed_by_count(Results(META, (own, peer, read, clock)), [])
     assert uncounted.endswith("| 900 | 667 | 500 | – | – | – | – |")
