@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from qdsl.codegen.cuda import hopper, mma, stage, warp, wgmma
+from qdsl.codegen.cuda import hopper, mma, planes, stage, warp, wgmma
 from qdsl.codegen.cuda.model import Work
 from qdsl.codegen.cuda.reduce import SUM
 from qdsl.codegen.cuda.stage import SHARED, Stage
@@ -48,7 +48,8 @@ def candidates(target: Target, weight: Weight) -> tuple[Candidate, ...]:
         found = [_mma(target, weight, tile, SHARED) for tile in mma.tiles()]
     else:
         *few, most = (_mma(target, weight, tile, hopper.SHARED) for tile in mma.hopper_tiles())
-        found = [*few, *(_hopper(weight, tile) for tile in (*warp.tiles(), *wgmma.tiles())), most]
+        bytes_ = planes.tiles() if planes.serves(weight) else ()
+        found = [*few, *(_hopper(weight, tile) for tile in (*bytes_, *warp.tiles(), *wgmma.tiles())), most]
     return tuple(kernel for kernel in found if kernel is not None)
 
 

@@ -52,7 +52,7 @@ class SumStep:
                     assign(self.scale, 2 * f + r, value)
             if self.taken_off:
                 for r in range(2):
-                    zero = _zero(self.weight, words, r)
+                    zero = zero_point(self.weight, words, r)
                     assign(self.shift, 2 * f + r, _negative(self.weight, r, zero, divided=False))
             elif self.shifted:
                 for r, value in enumerate(self._shifts(words.get("zero"))):
@@ -156,7 +156,7 @@ class WeightStep:
                 self._pair("zero", words, r, self.zero[2 * f + r])
                 assign(self.zero, 2 * f + r, self.zero[2 * f + r] ^ T.uint32(0x80008000))
             else:
-                zero = _zero(weight, words, r)
+                zero = zero_point(weight, words, r)
             nothing = weight.nothing(r) / way.factor
             if way.bias > 0:
                 assign(self.shift, 2 * f + r, _negative(weight, r, zero, divided=True))
@@ -375,7 +375,7 @@ def _offsets(k: Kernel, words) -> list:
     return [-value if k.weight.subtract else value for value in floats(k, k.weight.offset, words)]
 
 
-def _zero(weight: Weight, words, r: int):
+def zero_point(weight: Weight, words, r: int):
     """The integer zero point of feature c + 8 r, a negative one wrapped around; None: there is none."""
     return T.cast(_integers(weight.zero, words["zero"])[r], "uint32") if weight.zero else None
 

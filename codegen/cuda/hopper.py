@@ -105,7 +105,7 @@ def lower(
                     if tile.early:
                         overlap.wait()
                         overlap.let_in()
-                    consumer = tile.consumer(k, stages)
+                    consumer = tile.consumer(walk.only or k, stages)
                     with walk.each() as part:
                         direct = tile.finish(part, epilogue, others) if tile.direct else None
                         summed = consumer.multiply(*_stages_of(part))
@@ -244,7 +244,7 @@ def _stages_of(k: Kernel):
 
 
 def pool_bytes(weight: Weight, tile: Cut) -> int:
-    return _table(weight, tile) + weight.table_bytes(tile.looks_up_pairs)
+    return _table(weight, tile) + weight.table_bytes(tile.looks_up_pairs) + tile.own_bytes
 
 
 def _table(weight: Weight, tile: Cut) -> int:
@@ -299,6 +299,8 @@ def order(weight: Weight, tile: Cut) -> str | None:
     span = f"by {64 * weight.unit * tile.slice}"
     share = "1 team" if tile.teams == 1 else f"{tile.teams} teams {span}"
     share = share if tile.split == 1 else f"{tile.split} CTAs {span}, of {share}"
+    if tile.correct == "planes":
+        return f"planes {share}, sums of {Stage(weight, tile).step}"
     if tile.correct == "sums":
         return f"mma {share}, {Stage(weight, tile).scaled}"
     if weight.promoted:

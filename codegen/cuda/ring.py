@@ -41,7 +41,6 @@ def tensor_maps(buffers, weight: Weight, tile) -> dict:
     cut = -(-words // 256)  # a box has no more of them side by side
     units, row = (K // weight.unit, K) if weight.unit > 1 else (K, K * 2)
     shapes = {
-        "x": ((units, M), (row,), weight.staged_x, *_tokens_box(tile, M)),
         "q": (
             (T.int64(words // cut), tiles * cut, blocks),
             (T.int64(4 * words // cut), tiles * (4 * words)),
@@ -50,6 +49,8 @@ def tensor_maps(buffers, weight: Weight, tile) -> dict:
             0,
         ),
     }
+    if tile.stages_x:
+        shapes["x"] = ((units, M), (row,), weight.staged_x, *_tokens_box(tile, M))
     if weight.from_shared:  # blocks side by side, k tile by k tile
         extents, strides = (words // cut, cut, blocks, tiles), (4 * words // cut, tiles * (4 * words), 4 * words)
         box = (words // cut, cut, tile.features // 16, tile.slice)
@@ -164,11 +165,11 @@ class Boxes:
 
     def __init__(self, k: Kernel, ring: Ring, maps):
         self.ring, self.cursor = ring, Cursor(k.tile.stages, T.int32(0), 1)
-        self.q, self.x = T.address_of(maps["q"]), T.address_of(maps["x"])
+        self.q, self.x = (T.address_of(maps[name]) if name in maps else None for name in ("q", "x"))
         read_once = k.tile.tokens <= READ_ONCE
         self.load = "cp.async.bulk.tensor.{}d.shared::cluster.global.mbarrier::complete_tx::bytes"
         self.hint, self.policy = (".L2::cache_hint", [evict_first()]) if read_once else ("", [])
-        rows = tirx.min(k.M, k.tile.tokens) * k.tile.slice
+        rows = tirx.min(k.M, k.tile.tokens) * k.tile.slice if k.tile.stages_x else T.int32(0)
         size = k.tile.slice * (k.tile.features // 16 * 128 * k.weight.unit_bits) + rows * ROW
         self.scales = register("int32", T.cast(whole_rows(k), "int32")) if k.weight.token_scale else None
         self.rows = tirx.min(k.M, k.tile.tokens) * 4  # bytes of the scales of a group
@@ -212,7 +213,7 @@ class Boxes:
     def _tokens(self, k: Kernel, slot, i):
         """x of stage i."""
         full = self.ring.full(slot)
-        for t in range(k.tile.slice if k.tile.tokens > 1 else 1):
+        for t in range((k.tile.slice if k.tile.tokens > 1 else 1) if k.tile.stages_x else 0):
             target = self.ring.views["x"].ptr(slot, t, 0, 0)
             ptx(self.load.format(2), target, self.x, (i * k.tile.slice + t) * 64, k.m0, full)
         if self.scales is None:

@@ -64,6 +64,8 @@ class WarpTile:
     registers = None
     converts_fp8 = True  # in hardware, since sm_89
     looks_up_pairs = True
+    stages_x = True  # tokens come through the ring, too
+    own_bytes = 0  # of shared memory that the consumers have for themselves
     direct = persistent = tail = turned = False
     halved = None
     early = True  # codes are asked for while the kernel before still runs
@@ -160,7 +162,7 @@ class Consumer:
         ptx("mov.b32", base[0], T.cuda.cvta_generic_to_shared(k.pool.ptr_to([0])))
         views = {operand: KeptView(**vars(view)) for operand, view in declare_views(k, base[0]).items()}
         views["q"].keep(k.block(0), 0, k.lane, 0)
-        for s in range(0, 4, 1 if k.tile.token_tiles > 1 else 2):
+        for s in range(0, 4 if k.tile.stages_x else 0, 1 if k.tile.token_tiles > 1 else 2):
             views["x"].keep(*token_place(k, 0, s, 0))
         for role, dtype in k.weight.grouped.items():
             views[role].keep(k.block(0), 0, group_place(k, dtype))

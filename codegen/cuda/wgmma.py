@@ -160,6 +160,7 @@ class WarpgroupTile:
     rings = 1
     converts_fp8 = True  # in hardware, since sm_89
     looks_up_pairs = False
+    stages_x, own_bytes = True, 0  # see `warp.WarpTile`
     swizzle = 1024  # bytes that the stages are aligned to
     fillers, fill_warps = 32, 1  # threads that fill scales and zeros of a stage, and warps that take turns
 

@@ -55,6 +55,7 @@ _INSTRUCTIONS: list[tuple[str, str]] = [
     (r"and\.b32 .*", "{0} = {1} & {2}"),
     (r"prmt\.b32 .*", "{0} = simt::permute({1}, {2}, {3})"),
     (r"fma\.rn\.(b?f16)x2 .*", "{0} = simt::fma2({1}, {2}, {3}, BF(\\1))"),
+    (r"max\.u16x2 .*", "{0} = simt::max_u16x2({1}, {2})"),
     (r"max\.bf16x2 .*", "{0} = simt::extreme2({1}, {2}, true, fmaxf)"),  # of numbers
     (r"cvt\.rn\.(b?f16)x2\.f32 .*", "{0} = simt::pack({1}, {2}, BF(\\1))"),
     (r"cvt\.rn\.f16x2\.(e4m3|e5m2)x2 .*", "{0} = simt::halves_\\1({1})"),
@@ -68,7 +69,9 @@ _INSTRUCTIONS: list[tuple[str, str]] = [
     (r"ld\.shared\.f32 .*", "{0} = simt::load<float>({1})"),
     (r"ld\.shared\.v2\.(?:b32|f32) .*", "simt::load_all<uint32_t>({2}, {0}, {1})"),
     (r"ld\.shared(?:::cluster)?\.v4\.(?:b32|f32) .*", "simt::load_all<uint32_t>({4}, {0}, {1}, {2}, {3})"),
+    (r"st\.shared\.v2\.b32 .*", "simt::store_all(simt::at({0}), {1}, {2})"),
     (r"st\.shared\.v4\.(?:b32|f32) .*", "simt::store_all(simt::at({0}), {1}, {2}, {3}, {4})"),
+    (r"ld\.global\.b32 .*", "{0} = *(const uint32_t*)({1})"),
     (r"ld\.global\.v4\.b32 .*", "const uint32_t* from = (const uint32_t*)({4}); {0} = from[0], {1} = from[1], {2} = from[2], {3} = from[3]"),
     (r"st\.global\.v2\.b32 .*", "simt::store_all((char*)({0}), {1}, {2})"),
     (r"st\.global\.v4\.b32 .*", "simt::store_all((char*)({0}), {1}, {2}, {3}, {4})"),
@@ -82,6 +85,10 @@ _INSTRUCTIONS: list[tuple[str, str]] = [
     (r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(b?f16)\.b?f16\.f32 .*",
      "float* d[] = {{&{0}, &{1}, &{2}, &{3}}}; uint32_t a[] = {{{4}, {5}, {6}, {7}}}, b[] = {{{8}, {9}}}; "
      "float c[] = {{{10}, {11}, {12}, {13}}}; simt::mma(BF(\\1), d, a, b, c)"),
+    (r"mma\.sync\.aligned\.m16n8k32\.row\.col\.s32\.([us]8)\.s8\.s32 .*",
+     "uint32_t* d[] = {{&{0}, &{1}, &{2}, &{3}}}; uint32_t a[] = {{{4}, {5}, {6}, {7}}}, b[] = {{{8}, {9}}}, "
+     "c[] = {{{10}, {11}, {12}, {13}}}; simt::mma_bytes(simt::value_\\1, d, a, b, c)"),
+    (r"redux\.sync\.max\.u32 .*", "{0} = simt::largest({1})"),
     (r"shfl\.sync\.idx\.b32 .*", "{0} = simt::shuffle({1}, {2})"),
     (r"shfl\.sync\.bfly\.b32 .*", "{0} = simt::shuffle({1}, simt::now->lane() ^ {2})"),
     (r"(max|min)\.NaN\.f32 .*", "{0} = isnan({1}) || isnan({2}) ? NAN : f\\1f({1}, {2})"),

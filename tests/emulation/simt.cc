@@ -1,6 +1,8 @@
 // The instructions of `simt.h`.
 #include "simt.h"
 
+#include <algorithm>
+
 namespace simt {
 
 Fiber* now = nullptr;
@@ -212,6 +214,10 @@ uint32_t extreme2(uint32_t a, uint32_t b, bool bf16, float (*of)(float, float)) 
   return found;
 }
 
+uint32_t max_u16x2(uint32_t a, uint32_t b) {
+  return std::max(a >> 16, b >> 16) << 16 | std::max(a & 0xFFFF, b & 0xFFFF);
+}
+
 uint32_t pack(float high, float low, bool bf16) {
   return uint32_t(half_bits(high, bf16)) << 16 | half_bits(low, bf16);
 }
@@ -219,6 +225,7 @@ uint32_t pack(float high, float low, bool bf16) {
 // Two 8-bit floats as f16, which has all their values: e5m2 is its upper half.
 uint32_t halves_e5m2(uint16_t pair) { return uint32_t(pair & 0xFF) << 8 | uint32_t(pair >> 8) << 24; }
 
+double value_u8(uint8_t byte) { return byte; }
 double value_s8(uint8_t byte) { return int8_t(byte); }
 double value_e5m2(uint8_t byte) { return half_value(byte << 8, false); }
 double value_e4m3(uint8_t byte) {
@@ -251,6 +258,15 @@ uint32_t shuffle(uint32_t value, uint32_t source) {
     for (int l = 0; l < 32; ++l) warp.address[l] = warp.value[warp.source[l] % 32];
   });
   uint32_t result = warp.address[lane];
+  sync_warp();
+  return result;
+}
+
+uint32_t largest(uint32_t value) {
+  Warp& warp = now->warp();
+  warp.value[now->lane()] = value;
+  meet(warp.meeting, 32, [&] { warp.address[0] = *std::max_element(warp.value, warp.value + 32); });
+  uint32_t result = warp.address[0];
   sync_warp();
   return result;
 }
@@ -314,6 +330,26 @@ void mma(bool bf16, float** d, const uint32_t* a, const uint32_t* b, const float
         *warp.d[l][i] = float(warp.c[l][i] + sum);
       }
     }
+  });
+}
+
+void mma_bytes(double (*value)(uint8_t), uint32_t** d, const uint32_t* a, const uint32_t* b, const uint32_t* c) {
+  Warp& warp = now->warp();
+  int lane = now->lane();
+  for (int i = 0; i < 4; ++i) warp.a[lane][i] = a[i], warp.integers[lane][i] = c[i], warp.r[lane][i] = d[i];
+  for (int i = 0; i < 2; ++i) warp.b[lane][i] = b[i];
+  meet(warp.meeting, 32, [&] {
+    for (int row = 0; row < 16; ++row)
+      for (int column = 0; column < 8; ++column) {
+        int64_t sum = 0;
+        for (int k = 0; k < 32; ++k) {
+          uint8_t of_a = warp.a[4 * (row % 8) + k % 16 / 4][k / 16 * 2 + row / 8] >> 8 * (k % 4);
+          uint8_t of_b = warp.b[4 * column + k % 16 / 4][k / 16] >> 8 * (k % 4);
+          sum += int64_t(value(of_a) * value_s8(of_b));
+        }
+        int l = 4 * (row % 8) + column / 2, i = 2 * (row / 8) + column % 2;
+        *warp.r[l][i] = warp.integers[l][i] + uint32_t(sum);
+      }
   });
 }
 

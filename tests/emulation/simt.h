@@ -38,6 +38,7 @@ struct Warp {
   uint32_t address[32], a[32][4], b[32][2], value[32], source[32];
   float c[32][4], *d[32][4];
   uint32_t* r[32][4];
+  uint32_t integers[32][4];
 };
 
 struct Warpgroup {
@@ -93,18 +94,21 @@ CUresult encode(CUtensorMap* map, CUtensorMapDataType type, cuuint32_t rank, voi
 uint32_t lop3(uint32_t a, uint32_t b, uint32_t c, int table);
 uint32_t permute(uint32_t a, uint32_t b, uint32_t selector);
 uint32_t fma2(uint32_t a, uint32_t b, uint32_t c, bool bf16);
+uint32_t max_u16x2(uint32_t a, uint32_t b);
 uint32_t extreme2(uint32_t a, uint32_t b, bool bf16, float (*of)(float, float));  // NaN if either is
 uint32_t pack(float high, float low, bool bf16);
 uint32_t halves_e4m3(uint16_t pair), halves_e5m2(uint16_t pair);
 uint16_t small_e4m3(float value), small_e5m2(float value);
-double value_s8(uint8_t byte), value_e4m3(uint8_t byte), value_e5m2(uint8_t byte);
+double value_u8(uint8_t byte), value_s8(uint8_t byte), value_e4m3(uint8_t byte), value_e5m2(uint8_t byte);
 
 // Of a warp, and of a warpgroup.
 void sync_warp();
 uint32_t shuffle(uint32_t value, uint32_t source);
+uint32_t largest(uint32_t value);
 void load_matrices(int count, uint32_t** r, uint32_t address);
 void store_matrices(int count, uint32_t address, const uint32_t* r, bool transposed);
 void mma(bool bf16, float** d, const uint32_t* a, const uint32_t* b, const float* c);
+void mma_bytes(double (*value)(uint8_t), uint32_t** d, const uint32_t* a, const uint32_t* b, const uint32_t* c);  // b of s8
 void wgmma(int tokens, bool bf16, float** d, const uint32_t* a, uint64_t descriptor, uint32_t add);
 void wgmma_bytes(int columns, double (*value)(uint8_t), void** d, const uint32_t* a, uint64_t matrix, uint64_t descriptor,
                  uint32_t add);

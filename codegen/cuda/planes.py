@@ -1,0 +1,366 @@
+"""One or two tokens and codes of 2 to 4 bits on Hopper: x as planes of bytes, products by mma.sync of bytes.
+
+A product of 16-bit floats takes two weights a register, which cost a mask and often a shift. One of bytes takes four: codes
+are bytes once they are masked, and a warp's instruction has 512 of them instead of 256. x becomes bytes, too. Of a token's
+inputs of a stage, 256, the largest is between 64 and 127 once all are multiplied by a power of two, c; then four digits to the base
+128, each rounded from what the digits before it left, are the planes:
+
+    x = (d0 + d1 / 128 + d2 / 128^2 + d3 / 128^3) / c         d0 = -127 .. 127, the others -64 .. 64
+
+A float16 that is no less than 2^-17 of the largest is exact so, others are off by 2^-28 of the largest at most (codes of 2 bits:
+2^-13 and 2^-24, see below). Digits are found with fma.f16x2, which rounds to whole numbers beside 1536, in whose lowest
+byte they then are. The eight columns of a product are planes by tokens:
+
+    column 2 p + m    plane p of token m          a lane has the sums of plane t = lane % 4 of both tokens
+
+Inputs may come in any order if those of x and of the weight are in the same one. So codes are taken as they are stored
+(`fragments`), four of a word, of one feature, for a register:
+
+    cells of 4 bits    byte 2 p + h of word s has inputs 16 s + 8 h + 2 t + p: of feature c in its lower half, of c + 8 in its
+                       upper. Row c gets both, masks nothing, and sums q + 16 q'; row c + 8 gets 16 q', which is taken off then
+    codes of 2 bits    byte 2 p + s % 2 of word s // 2 has inputs 16 s + 8 h + 2 t + p: q of feature c in bits 4 h, of c + 8 in
+                       bits 4 h + 2. For h = 1 x is multiplied by c / 16, not c: then no code is shifted
+
+Sums of a step are exact integers. They begin at the integer whose bits, as a float32, are 1.5 * 2^23 plus themselves; what zero
+points make too much is taken off there, too: a product with -1 in place of every code says how much. After a step they are floats,
+multiplied by the scale of the weight; after a stage by 1 / c; and in the end planes are added.
+
+A token with an infinity or NaN gets NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from tvm import tirx
+from tvm.tirx.script import builder as T
+
+from qdsl.codegen.cuda import correct
+from qdsl.codegen.cuda.builder import assign, ptx, register, when, wide, zeros
+from qdsl.codegen.cuda.decode import HALVES, Emitter
+from qdsl.codegen.cuda.fragments import load_codes
+from qdsl.codegen.cuda.kernel import Kernel
+from qdsl.codegen.cuda.ring import Ring
+from qdsl.codegen.cuda.stage import Stage
+from qdsl.codegen.cuda.warp import Consumer, WarpTile
+from qdsl.codegen.cuda.weight import INTEGERS, Weight
+from qdsl.codegen.plan import cell
+
+PLANES, BASE = 4, 128
+WHOLE = 0x4B400000  # 1.5 * 2^23, beside which floats are whole numbers
+
+
+def tiles() -> tuple[PlaneTile, ...]:
+    """The tiles, by rising number of tokens."""
+    return (
+        PlaneTile("p1", 1, warps=1, blocks=4, teams=8, slice=4, stages=16, resident=2),
+        PlaneTile("p1_wide", 1, warps=1, blocks=8, teams=8, slice=4, stages=16, resident=1),
+        PlaneTile("p2", 2, warps=1, blocks=4, teams=8, slice=4, stages=16, resident=2),
+    )
+
+
+@dataclass(frozen=True)
+class PlaneTile(WarpTile):
+    """A warp tile whose teams are one warp each, which makes the planes of its own stages."""
+
+    correct = "planes"
+    stages_x = False
+
+    def __post_init__(self):
+        super().__post_init__()
+        assert self.warps == 1 and self.tokens <= 2, f"{self}: a warp has planes of its own, of two tokens at most"
+        assert self.slice == 4, f"{self}: a lane makes planes of eight inputs of a stage"
+
+    def __str__(self):
+        return f"{super().__str__()}, x in {PLANES} planes of bytes"
+
+    @property
+    def x_shape(self) -> tuple[int, ...]:
+        return (0,)
+
+    @property
+    def plane_words(self) -> int:
+        """Of a team's planes in shared memory: [plane, k tile, token, t, word]."""
+        return PLANES * self.slice * self.tokens * 16
+
+    @property
+    def own_bytes(self) -> int:
+        return 4 * self.plane_words * self.teams
+
+    @property
+    def result(self) -> tuple[int, ...]:
+        return (0, 2) if self.tokens == 1 else (0, 1, 2, 3)
+
+    def consumer(self, k: Kernel, stages: Ring) -> PlaneConsumer:
+        return PlaneConsumer(k, stages)
+
+
+def serves(weight) -> bool:
+    """Whether there are kernels for a weight."""
+    if not isinstance(weight, Weight) or weight.table or weight.offset or not weight.code.is_integer:
+        return False
+    if weight.code.bits not in (2, 3, 4) or weight.zero not in (None, *INTEGERS) or (weight.group or 32) % 32:
+        return False
+    # Sums of a step have 22 bits, if codes less their zero points have no more than codes.
+    most, sign = (1 << weight.code.bits) - 1, _sign(weight)
+    low, high = weight.bias, weight.bias
+    if weight.zero:
+        kind, bits = weight.zero[0], int(weight.zero[1:])
+        low, high = (low - (1 << bits - 1), high + (1 << bits - 1) - 1) if kind == "i" else (low, high + (1 << bits) - 1)
+    return max(most - sign - low, high + sign) <= most
+
+
+def _sign(weight: Weight) -> int:
+    """What operands are above codes that have a sign."""
+    return 1 << weight.code.bits - 1 if weight.code.kind == "int" else 0
+
+
+class PlaneConsumer(Consumer):
+    """A warp's share of the multiplication."""
+
+    def __init__(self, k: Kernel, ring: Ring):
+        super().__init__(k, ring)
+        self.weight, self.cells = k.weight, cell(k.weight.code.bits) == 4
+        self.stage, tile = Stage(k.weight, k.tile), k.tile
+        self.planes = Planes(k, self.team, self.cells)
+        self.emit = Emitter(self.weight.decoded(0, 0))
+        self.sums = zeros(4 * tile.blocks, "uint32")
+        self.less = T.alloc_local([4], "uint32")  # the sums of -1 in place of every code
+        self.start = T.alloc_local([4], "uint32")
+        self.scaled = T.alloc_local([4 * tile.blocks], "float32")
+        self.a = T.alloc_local([4], "uint32")
+
+    def multiply(self, begin, end):
+        """acc = the part's features x tokens, over the team's share of stages begin .. end; -> whether to store it."""
+        teams, cursor, planes = self.tile.teams, self.cursor, self.planes
+        count = register("int32", (end - begin - self.team + (teams - 1)) // teams)
+        read = register("int32", T.int32(-1))
+        planes.begin(begin + self.team)
+        with T.serial(0, count[0], unroll=False):
+            with when(read[0] >= 0):
+                self.ring.release(read[0])
+            planes.make()
+            T.evaluate(T.cuda.mbarrier_wait(self.ring.full(cursor.slot), cursor.phase))
+            self._stage(cursor.slot)
+            planes.store()
+            assign(read, 0, cursor.slot)
+            cursor.advance(teams)
+        self._finish()
+        return None
+
+    def _stage(self, slot):
+        """acc += one stage."""
+        k, tile, results = self.k, self.k.tile, self.k.tile.result
+        units, last = self.stage.step // 32, 2 * tile.slice  # 32 inputs are an instruction's
+        codes, tokens = {0: load_codes(k, self.views["q"], slot, 0)}, {}
+        for u in range(last):
+            i, j = divmod(u, 2)
+            if u % units == 0:
+                for v in range(i, -(-(u + units) // 2)):
+                    tokens[v] = tokens.get(v) or self.planes.load(v)
+                self._begin(slot, u // units, [tokens[v // 2][v % 2] for v in range(u, u + units)])
+            if j == 0 and i + 1 < tile.slice:
+                codes[i + 1] = load_codes(k, self.views["q"], slot, i + 1)
+            for f in range(tile.blocks):
+                d = [self.sums[4 * f + r] for r in range(4)]
+                a = self._operand(codes[i][f], j)
+                _mma(d, a, tokens[i][j], self._zeroed(f) if u % units == 0 else d, "u8")
+            if (u + 1) % units == 0:
+                self._end(u // units)
+        for f in range(tile.blocks):
+            for r in results:
+                at = 4 * f + r
+                assign(self.acc, at, self.acc[at] + self.scaled[at] * self.planes.unit(r % 2))
+
+    @property
+    def _weighed(self) -> bool:
+        """Whether anything is taken off sums."""
+        return bool(self.weight.zero or self._constant)
+
+    @property
+    def _constant(self) -> int:
+        """What all operands are above what they stand for."""
+        return self.weight.bias + _sign(self.weight)
+
+    def _begin(self, slot, step: int, operands):
+        """Scales and zero points of a step, and what sums of all features begin with."""
+        weight, tile = self.weight, self.k.tile
+        self.groups = [correct.load_groups(self.k, self.views, slot, f, step) for f in range(tile.blocks)]
+        if not self._weighed:
+            return
+        # -1 where the codes of a register are: in a row c + 8 above those of c, and codes of 2 bits for h = 1 above all.
+        fields = (0xFF, 0xF0, 0xFF, 0xF0) if self.cells else (0xFF, 0xFC, 0xF0, 0xC0)
+        a, less = [T.uint32(field * 0x01010101) for field in fields], [self.less[r] for r in range(4)]
+        for at, b in enumerate(operands):
+            _mma(less, a, b, less if at else [T.uint32(0)] * 4, "s8")
+        for r in tile.result:
+            assign(self.start, r, less[r] * T.uint32(self._constant) + T.uint32(WHOLE))
+
+    def _zeroed(self, f: int) -> list:
+        """What the sums of a block begin with; in columns that nobody looks at, with anything."""
+        found = [self.sums[4 * f + r] for r in range(4)]
+        for r in self.k.tile.result:
+            if self.weight.zero:
+                zero = correct.zero_point(self.weight, self.groups[f], r // 2)
+                assign(self.sums, 4 * f + r, zero * self.less[r] + self.start[r])
+            else:
+                found[r] = self.start[r] if self._weighed else T.uint32(WHOLE)
+        return found
+
+    def _operand(self, words, j: int) -> list:
+        """The A fragment of 32 inputs: the j'th of a lane's words for 64."""
+        a, (bits, sign) = [self.a[r] for r in range(4)], (self.weight.code.bits, _sign(self.weight))
+        for r in range(4):
+            if self.cells:
+                step, low = 2 * j + r // 2, 4 * (r % 2)
+                if low == 0:
+                    (word,) = self.emit.whole(self.weight.decoded(step, 0), words) if bits == 3 else [words[step]]
+            else:
+                word, low = words[j], 2 * r
+            mask, flip = ((field << low) * 0x01010101 for field in ((1 << bits) - 1, sign))
+            ptx("lop3.b32", a[r], word, T.uint32(mask), T.uint32(flip), 0x6A)  # (a & b) ^ c
+        return a
+
+    def _end(self, step: int):
+        """The sums of a step, as floats, times their scales."""
+        for f in range(self.k.tile.blocks):
+            scales = None
+            if self.weight.scale:
+                scales = correct.floats(self.k, self.weight.scale, self.groups[f]["scale"])
+            for r in self.k.tile.result:
+                at = 4 * f + r
+                value = T.reinterpret("float32", self.sums[at]) - T.float32(1.5 * 2**23)
+                value = value * scales[r // 2] if scales else value
+                assign(self.scaled, at, self.scaled[at] + value if step else value)
+
+    def _finish(self):
+        """Of a feature and a token, the lanes' sums of planes are added."""
+        plane = T.reinterpret("float32", T.cast(127 - 7 * (self.k.lane % 4), "uint32") << T.uint32(23))
+        high = 16 if self.cells else 4
+        for f in range(self.k.tile.blocks):
+            for r in self.k.tile.result:
+                at = 4 * f + r
+                assign(self.acc, at, self.acc[at] * (plane * T.float32(1 / high) if r >= 2 else plane))
+                for apart in (1, 2):
+                    other = T.alloc_local([1], "uint32")
+                    own = T.reinterpret("uint32", self.acc[at])
+                    ptx("shfl_sync.bfly.b32", other[0], own, T.uint32(apart), T.uint32(31), T.uint32(0xFFFFFFFF))
+                    assign(self.acc, at, self.acc[at] + T.reinterpret("float32", other[0]))
+
+
+class Planes:
+    """The planes of a team's stages. While a stage is multiplied, the planes of the next are made, and the x of the one after
+    that is on its way.
+
+    A lane makes the digits of eight inputs of 64: two words of each plane, for the lanes with its t.
+    """
+
+    def __init__(self, k: Kernel, team, cells: bool):
+        self.k, self.tile, self.cells, self.half = k, k.tile, cells, HALVES[k.weight.compute]
+        lane, tile, tokens = k.lane, k.tile, k.tile.tokens
+        self.words = k.shared((k.table_start // 4 + tile.own_bytes // 4,), "uint32")
+        first, plane_of = k.table_start // 4 + team * tile.plane_words, lane // 8
+        self.base = T.alloc_local([2], "uint32")  # shared addresses: of what the lane stores, of what it loads
+        stored = lane // 8 * (16 * tokens) + lane % 4 * 4 + lane // 4 % 2 * 2
+        loaded = plane_of * (16 * tokens * tile.slice) + lane // 4 % 2 % tokens * 16 + lane % 4 * 4
+        for at, place in enumerate((stored, loaded)):
+            ptx("mov.b32", self.base[at], T.cuda.cvta_generic_to_shared(self.words.ptr_to([first + place])))
+        self.raw, self.digits = T.alloc_local([4 * tokens], "uint32"), T.alloc_local([2 * PLANES * tokens], "uint32")
+        self.units, self.next_units = T.alloc_local([tokens], "float32"), T.alloc_local([tokens], "float32")
+        self.column = T.alloc_local([1], "int32")
+        self.offset = T.alloc_local([tokens], "int64")
+
+    def unit(self, token: int):
+        """1 / c of the stage that is being multiplied."""
+        return self.units[token]
+
+    def begin(self, stage):
+        """The planes of the team's first stage, which are stored, and the x of the second."""
+        k, size = self.k, 64 * self.tile.slice
+        column = stage * size + k.lane // 8 * 64 + k.lane // 4 % 2 * 32 + k.lane % 4 * 2
+        assign(self.column, 0, column)
+        for m in range(self.tile.tokens):
+            row = k.m0 if self.tile.tokens == 1 else tirx.min(k.m0 + m, k.M - 1)
+            assign(self.offset, m, wide(row) * wide(k.K) + wide(column))
+        self._ask()
+        self.make()
+        self.store()
+
+    def _ask(self):
+        """For the x of a stage, pairs of neighbours, and on to the next."""
+        size = 64 * self.tile.slice * self.tile.teams
+        for m in range(self.tile.tokens):
+            for at in range(4):
+                apart = 16 * (at // 2) + 8 * (at % 2) if self.cells else 16 * (at % 2) + 8 * (at // 2)
+                assign(self.raw, 4 * m + at, T.uint32(0))
+                with when(self.column[0] + apart < self.k.K):
+                    ptx("ld.global.b32", self.raw[4 * m + at], self.k.x.ptr_to([0, self.offset[m] + apart]))
+            assign(self.offset, m, self.offset[m] + size)
+        assign(self.column, 0, self.column[0] + size)
+
+    def make(self):
+        """Digits of the x that has been asked for, and ask for the next."""
+        for m in range(self.tile.tokens):
+            self._token(m)
+        self._ask()
+
+    def _token(self, m: int):
+        half, raw = self.half, [self.raw[4 * m + at] for at in range(4)]
+        peak, found = T.alloc_local([2], "uint32"), T.alloc_local([1], "uint32")
+        assign(peak, 0, raw[0] & T.uint32(0x7FFF7FFF))
+        for word in raw[1:]:
+            ptx("max.u16x2", peak[0], peak[0], word & T.uint32(0x7FFF7FFF))
+        assign(peak, 1, tirx.max(peak[0] >> T.uint32(16), peak[0] & T.uint32(0xFFFF)))
+        ptx("redux_sync.max.u32", found[0], peak[1], T.uint32(0xFFFFFFFF))
+        # Its exponent, one more if it is 127.5 or more of 128, and no less than that whose c is the largest.
+        f16 = half.ptx == "f16"
+        bits, least = half.mantissa, 6 if f16 else 7
+        exponent = register("uint32", tirx.max(found[0] + T.uint32(1 << bits - 7) >> T.uint32(bits), T.uint32(least)))
+        lower = [0, 0, 0, 0] if self.cells else [0, 0, 4, 4]  # codes are higher by as many bits
+        if f16:
+            c = [register("uint32", (T.uint32(36 - by) - exponent[0]) * T.uint32(0x04000400))[0] for by in lower[::2]]
+            c, unit = [c[0], c[0], c[1], c[1]], exponent[0] + T.uint32(106)
+        else:
+            for word, by in zip(raw, lower, strict=True):
+                scale = T.reinterpret("float32", T.uint32(260 - by) - exponent[0] << T.uint32(23))
+                low, high = (T.reinterpret("float32", w) for w in (word << T.uint32(16), word & T.uint32(0xFFFF0000)))
+                ptx("cvt.rn.f16x2.f32", word, high * scale, low * scale)
+            c, unit = [T.uint32(0x3C003C00)] * 4, exponent[0] - T.uint32(6)
+        nan = found[0] >= T.uint32(half.power(1 << half.exponent - 1))
+        unit = T.if_then_else(nan, T.uint32(0x7FFFFFFF), unit << T.uint32(23))
+        assign(self.next_units, m, T.reinterpret("float32", unit))
+        fma, beside, minus = "fma.rn.f16x2", T.uint32(0x66006600), T.uint32(0xBC00BC00)
+        digit, rest = T.alloc_local([4], "uint32"), T.alloc_local([1], "uint32")
+        for plane in range(PLANES):
+            for at in range(4):
+                ptx(fma, digit[at], raw[at], c[at], beside)
+                if plane + 1 < PLANES:
+                    ptx(fma, rest[0], digit[at], minus, beside)
+                    ptx(fma, raw[at], raw[at], c[at], rest[0])
+            for q in range(2):
+                out = self.digits[2 * (PLANES * m + plane) + q]
+                ptx("prmt.b32", out, digit[2 * q], digit[2 * q + 1], T.uint32(0x6240))
+            c = [T.uint32(0x58005800)] * 4  # 128
+
+    def store(self):
+        """The digits that were made, when all lanes have read those before them; seen by all after that."""
+        tile = self.tile
+        T.evaluate(T.cuda.warp_sync())
+        for m in range(tile.tokens):
+            for plane in range(PLANES):
+                at, number = 4 * (plane * tile.slice * tile.tokens * 16 + m * 16), 2 * (PLANES * m + plane)
+                ptx("st.shared.v2.b32", self.base[0] + T.uint32(at), self.digits[number], self.digits[number + 1])
+            assign(self.units, m, self.next_units[m])
+        T.evaluate(T.cuda.warp_sync())
+
+    def load(self, i: int) -> list:
+        """The B fragments of k tile i of the stage: of two times 32 inputs."""
+        b = T.alloc_local([4], "uint32")
+        address = self.base[1] + T.uint32(4 * i * self.tile.tokens * 16)
+        ptx("ld.shared.v4.b32", *(b[r] for r in range(4)), address)
+        return [(b[0], b[1]), (b[2], b[3])]
+
+
+def _mma(d: list, a: list, b, c: list, kind: str):
+    """d = a b + c, of bytes: 16 features x 32 inputs x 8 columns."""
+    ptx(f"mma.sync.aligned.m16n8k32.row.col.s32.{kind}.s8.s32", *d, *a, *b, *c)
