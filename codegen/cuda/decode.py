@@ -314,9 +314,9 @@ class Emitter:
         found = T.alloc_local([len(way.merged)], "uint32")
         for at, merge in enumerate(way.merged):
             first, *rest = merge.fields
-            before, mask = _shifted(first, words), first.mask
+            before, mask = shifted(first, words), first.mask
             for field in rest:  # (before & mask) | (field & ~mask): what then lies beside the code is never looked at
-                ptx("lop3.b32", found[at], before, T.uint32(mask), _shifted(field, words), 0xE2)
+                ptx("lop3.b32", found[at], before, T.uint32(mask), shifted(field, words), 0xE2)
                 before, mask = found[at], mask | field.mask
         return [found[at] for at in range(len(way.merged))]
 
@@ -356,7 +356,7 @@ class Emitter:
 def _put_together(one: Sum, words, out):
     before = T.uint32(one.pattern * 0x10001)
     for field in one.fields:
-        ptx("lop3.b32", out, _shifted(field, words), T.uint32(field.mask * 0x10001), before, 0x6A)  # (a & b) ^ c
+        ptx("lop3.b32", out, shifted(field, words), T.uint32(field.mask * 0x10001), before, 0x6A)  # (a & b) ^ c
         before = out
 
 
@@ -364,11 +364,12 @@ def _number_of(one: Sum, words, out, before=None):
     """out = the fields of whole words, together, and `before`."""
     before = T.uint32(0) if before is None else before
     for field in one.fields:
-        ptx("lop3.b32", out, _shifted(field, words), T.uint32(field.mask), before, 0xEA)  # (a & b) | c
+        ptx("lop3.b32", out, shifted(field, words), T.uint32(field.mask), before, 0xEA)  # (a & b) | c
         before = out
 
 
-def _shifted(field: Field, words):
+def shifted(field: Field, words):
+    """The field's word, shifted."""
     word = words[field.word]
     if field.shift > 0:
         return word >> T.uint32(field.shift)

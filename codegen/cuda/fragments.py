@@ -30,17 +30,21 @@ from qdsl.codegen.cuda.weight import Weight
 
 def load_codes(k: Kernel, view, slot, i):
     """The lane's words of k tile i, for every feature tile (`decode.words_of`)."""
-    lots, (lanes, count) = [], words_of(k.weight.unit_bits)
+    return [load_block(k, view, slot, f, i) for f in range(k.tile.feature_tiles)]
+
+
+def load_block(k: Kernel, view, slot, f: int, i) -> list:
+    """Those for feature tile f."""
+    lanes, count = words_of(k.weight.unit_bits)
     width = next(w for w in (4, 2, 1) if count % w == 0)
     load = f"ld.shared.v{width}.b32" if width > 1 else "ld.shared.b32"
-    for f in range(k.tile.feature_tiles):
-        registers = T.alloc_local([lanes // 32 * count], "uint32")
-        lots.append([registers[j] for j in range(lanes // 32 * count)])
-        for lot in range(lanes // 32):
-            for j in range(0, count, width):
-                lane = k.lane + 32 * lot if lot else k.lane
-                ptx(load, *lots[-1][lot * count + j :][:width], view.ptr(slot, k.block(f), i, lane, j))
-    return lots
+    registers = T.alloc_local([lanes // 32 * count], "uint32")
+    words = [registers[j] for j in range(lanes // 32 * count)]
+    for lot in range(lanes // 32):
+        for j in range(0, count, width):
+            lane = k.lane + 32 * lot if lot else k.lane
+            ptx(load, *words[lot * count + j :][:width], view.ptr(slot, k.block(f), i, lane, j))
+    return words
 
 
 def load_tokens(k: Kernel, view, slot, first, s: int, loaded):

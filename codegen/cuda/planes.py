@@ -30,32 +30,58 @@ A token with an infinity or NaN gets NaN.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from qdsl.codegen.cuda import correct
-from qdsl.codegen.cuda.builder import assign, ptx, register, when, wide, zeros
-from qdsl.codegen.cuda.decode import HALVES, Emitter
-from qdsl.codegen.cuda.fragments import load_codes
+from qdsl.codegen.cuda import correct, decode
+from qdsl.codegen.cuda.builder import assign, ptx, register, when, wide
+from qdsl.codegen.cuda.decode import HALVES
+from qdsl.codegen.cuda.fragments import load_block
 from qdsl.codegen.cuda.kernel import Kernel
 from qdsl.codegen.cuda.ring import Ring
 from qdsl.codegen.cuda.stage import Stage
 from qdsl.codegen.cuda.warp import Consumer, WarpTile
 from qdsl.codegen.cuda.weight import INTEGERS, Weight
-from qdsl.codegen.plan import cell
 
 PLANES, BASE = 4, 128
 WHOLE = 0x4B400000  # 1.5 * 2^23, beside which floats are whole numbers
 
 
+@dataclass(frozen=True)
+class Form:
+    """How codes of a width lie in the bytes of an A fragment of 32 inputs.
+
+    rows    bits by which those of feature c + 8 are above those of c
+    lifts   bits by which those of the first and of the second half are above the lowest; x is divided by as much
+    inputs  of those of a lane's bytes, those of two pairs of neighbours for either half, from 2 t on
+    """
+
+    rows: int
+    lifts: tuple[int, int]
+    inputs: tuple[int, int, int, int]
+
+    @property
+    def lows(self) -> tuple[int, ...]:
+        """Where codes begin in the bytes of each register."""
+        return tuple(self.lifts[r // 2] + self.rows * (r % 2) for r in range(4))
+
+
+FORMS = {  # by bits
+    2: Form(2, (0, 4), (0, 16, 8, 24)),
+    3: Form(4, (0, 1), (0, 8, 16, 24)),
+    4: Form(4, (0, 0), (0, 8, 16, 24)),
+}
+
+
 def tiles() -> tuple[PlaneTile, ...]:
     """The tiles, by rising number of tokens."""
     return (
+        PlaneTile("p1_narrow", 1, warps=1, blocks=2, teams=8, slice=4, stages=16, resident=2),
         PlaneTile("p1", 1, warps=1, blocks=4, teams=8, slice=4, stages=16, resident=2),
         PlaneTile("p1_wide", 1, warps=1, blocks=8, teams=8, slice=4, stages=16, resident=1),
-        PlaneTile("p2", 2, warps=1, blocks=4, teams=8, slice=4, stages=16, resident=2),
+        PlaneTile("p2", 2, warps=1, blocks=4, teams=6, slice=4, stages=12, resident=2),
     )
 
 
@@ -99,7 +125,7 @@ def serves(weight) -> bool:
     """Whether there are kernels for a weight."""
     if not isinstance(weight, Weight) or weight.table or weight.offset or not weight.code.is_integer:
         return False
-    if weight.code.bits not in (2, 3, 4) or weight.zero not in (None, *INTEGERS) or (weight.group or 32) % 32:
+    if weight.code.bits not in FORMS or weight.zero not in (None, *INTEGERS) or (weight.group or 32) % 32:
         return False
     # Sums of a step have 22 bits, if codes less their zero points have no more than codes.
     most, sign = (1 << weight.code.bits) - 1, _sign(weight)
@@ -120,15 +146,13 @@ class PlaneConsumer(Consumer):
 
     def __init__(self, k: Kernel, ring: Ring):
         super().__init__(k, ring)
-        self.weight, self.cells = k.weight, cell(k.weight.code.bits) == 4
-        self.stage, tile = Stage(k.weight, k.tile), k.tile
-        self.planes = Planes(k, self.team, self.cells)
-        self.emit = Emitter(self.weight.decoded(0, 0))
-        self.sums = zeros(4 * tile.blocks, "uint32")
+        self.weight, self.form, tile = k.weight, FORMS[k.weight.code.bits], k.tile
+        self.stage, self.planes = Stage(k.weight, tile), Planes(k, self.team, self.form)
+        self.sums, self.anything = T.alloc_local([4 * tile.blocks], "uint32"), T.alloc_local([1], "uint32")
         self.less = T.alloc_local([4], "uint32")  # the sums of -1 in place of every code
         self.start = T.alloc_local([4], "uint32")
         self.scaled = T.alloc_local([4 * tile.blocks], "float32")
-        self.a = T.alloc_local([4], "uint32")
+        self.a, self.word = T.alloc_local([4], "uint32"), T.alloc_local([1], "uint32")
 
     def multiply(self, begin, end):
         """acc = the part's features x tokens, over the team's share of stages begin .. end; -> whether to store it."""
@@ -139,9 +163,9 @@ class PlaneConsumer(Consumer):
         with T.serial(0, count[0], unroll=False):
             with when(read[0] >= 0):
                 self.ring.release(read[0])
-            planes.make()
             T.evaluate(T.cuda.mbarrier_wait(self.ring.full(cursor.slot), cursor.phase))
             self._stage(cursor.slot)
+            planes.make()
             planes.store()
             assign(read, 0, cursor.slot)
             cursor.advance(teams)
@@ -150,25 +174,23 @@ class PlaneConsumer(Consumer):
 
     def _stage(self, slot):
         """acc += one stage."""
-        k, tile, results = self.k, self.k.tile, self.k.tile.result
-        units, last = self.stage.step // 32, 2 * tile.slice  # 32 inputs are an instruction's
-        codes, tokens = {0: load_codes(k, self.views["q"], slot, 0)}, {}
-        for u in range(last):
-            i, j = divmod(u, 2)
-            if u % units == 0:
-                for v in range(i, -(-(u + units) // 2)):
-                    tokens[v] = tokens.get(v) or self.planes.load(v)
-                self._begin(slot, u // units, [tokens[v // 2][v % 2] for v in range(u, u + units)])
-            if j == 0 and i + 1 < tile.slice:
-                codes[i + 1] = load_codes(k, self.views["q"], slot, i + 1)
+        k, tile = self.k, self.tile
+        units = self.stage.step // 32  # 32 inputs are an instruction's
+        for step in range(self.stage.steps):
+            pairs = [divmod(u, 2) for u in range(step * units, (step + 1) * units)]
+            tokens = {i: self.planes.load(i) for i, _ in pairs}
+            if self._weighed:
+                self._weigh([tokens[i][j] for i, j in pairs])
             for f in range(tile.blocks):
+                codes = {i: load_block(k, self.views["q"], slot, f, i) for i, _ in pairs}
+                groups = correct.load_groups(k, self.views, slot, f, step)
                 d = [self.sums[4 * f + r] for r in range(4)]
-                a = self._operand(codes[i][f], j)
-                _mma(d, a, tokens[i][j], self._zeroed(f) if u % units == 0 else d, "u8")
-            if (u + 1) % units == 0:
-                self._end(u // units)
+                for at, (i, j) in enumerate(pairs):
+                    a = self._operand(codes[i], j)
+                    _mma(d, a, tokens[i][j], d if at else self._start(f, groups), "u8")
+                self._scale(f, groups, step)
         for f in range(tile.blocks):
-            for r in results:
+            for r in tile.result:
                 at = 4 * f + r
                 assign(self.acc, at, self.acc[at] + self.scaled[at] * self.planes.unit(r % 2))
 
@@ -182,63 +204,64 @@ class PlaneConsumer(Consumer):
         """What all operands are above what they stand for."""
         return self.weight.bias + _sign(self.weight)
 
-    def _begin(self, slot, step: int, operands):
-        """Scales and zero points of a step, and what sums of all features begin with."""
-        weight, tile = self.weight, self.k.tile
-        self.groups = [correct.load_groups(self.k, self.views, slot, f, step) for f in range(tile.blocks)]
-        if not self._weighed:
-            return
-        # -1 where the codes of a register are: in a row c + 8 above those of c, and codes of 2 bits for h = 1 above all.
-        fields = (0xFF, 0xF0, 0xFF, 0xF0) if self.cells else (0xFF, 0xFC, 0xF0, 0xC0)
-        a, less = [T.uint32(field * 0x01010101) for field in fields], [self.less[r] for r in range(4)]
+    def _weigh(self, operands):
+        """What sums of a step begin with, as far as all features agree."""
+        # -1 where the codes of a register are
+        a = [T.uint32((-1 << low & 0xFF) * 0x01010101) for low in self.form.lows]
+        less = [self.less[r] for r in range(4)]
         for at, b in enumerate(operands):
             _mma(less, a, b, less if at else [T.uint32(0)] * 4, "s8")
-        for r in tile.result:
+        for r in self.tile.result:
             assign(self.start, r, less[r] * T.uint32(self._constant) + T.uint32(WHOLE))
 
-    def _zeroed(self, f: int) -> list:
+    def _start(self, f: int, groups) -> list:
         """What the sums of a block begin with; in columns that nobody looks at, with anything."""
-        found = [self.sums[4 * f + r] for r in range(4)]
-        for r in self.k.tile.result:
+        found = [self.anything[0]] * 4
+        for r in self.tile.result:
+            found[r] = self.start[r] if self._weighed else T.uint32(WHOLE)
             if self.weight.zero:
-                zero = correct.zero_point(self.weight, self.groups[f], r // 2)
+                zero = correct.zero_point(self.weight, groups, r // 2)
                 assign(self.sums, 4 * f + r, zero * self.less[r] + self.start[r])
-            else:
-                found[r] = self.start[r] if self._weighed else T.uint32(WHOLE)
+                found[r] = self.sums[4 * f + r]
         return found
 
     def _operand(self, words, j: int) -> list:
         """The A fragment of 32 inputs: the j'th of a lane's words for 64."""
-        a, (bits, sign) = [self.a[r] for r in range(4)], (self.weight.code.bits, _sign(self.weight))
-        for r in range(4):
-            if self.cells:
-                step, low = 2 * j + r // 2, 4 * (r % 2)
-                if low == 0:
-                    (word,) = self.emit.whole(self.weight.decoded(step, 0), words) if bits == 3 else [words[step]]
-            else:
-                word, low = words[j], 2 * r
-            mask, flip = ((field << low) * 0x01010101 for field in ((1 << bits) - 1, sign))
+        a, word = [self.a[r] for r in range(4)], None
+        for r, low in enumerate(self.form.lows):
+            if r % 2 == 0:
+                word = self._word(words, j, r // 2)
+            mask, flip = ((field << low) * 0x01010101 for field in ((1 << self.weight.code.bits) - 1, _sign(self.weight)))
             ptx("lop3.b32", a[r], word, T.uint32(mask), T.uint32(flip), 0x6A)  # (a & b) ^ c
         return a
 
-    def _end(self, step: int):
-        """The sums of a step, as floats, times their scales."""
-        for f in range(self.k.tile.blocks):
-            scales = None
-            if self.weight.scale:
-                scales = correct.floats(self.k, self.weight.scale, self.groups[f]["scale"])
-            for r in self.k.tile.result:
-                at = 4 * f + r
-                value = T.reinterpret("float32", self.sums[at]) - T.float32(1.5 * 2**23)
-                value = value * scales[r // 2] if scales else value
-                assign(self.scaled, at, self.scaled[at] + value if step else value)
+    def _word(self, words, j: int, h: int):
+        """What has the codes of half of 32 inputs: of 3 bits, put together from planes of them, higher by so many bits."""
+        bits, lift = self.weight.code.bits, self.form.lifts[h]
+        if bits == 2:
+            return words[j]
+        if bits == 4:
+            return words[2 * j + h]
+        (merge,) = decode.merged(bits, 2 * j + h)
+        lower, upper = (decode.shifted(replace(field, shift=field.shift - lift), words) for field in merge.fields)
+        ptx("lop3.b32", self.word[0], lower, T.uint32(merge.fields[0].mask << lift), upper, 0xE2)  # (a & b) | (c & ~b)
+        return self.word[0]
+
+    def _scale(self, f: int, groups, step: int):
+        """The sums of a block and a step, as floats, times their scales."""
+        scales = correct.floats(self.k, self.weight.scale, groups["scale"]) if self.weight.scale else None
+        for r in self.tile.result:
+            at = 4 * f + r
+            value = T.reinterpret("float32", self.sums[at]) - T.float32(1.5 * 2**23)
+            value = value * scales[r // 2] if scales else value
+            assign(self.scaled, at, self.scaled[at] + value if step else value)
 
     def _finish(self):
         """Of a feature and a token, the lanes' sums of planes are added."""
         plane = T.reinterpret("float32", T.cast(127 - 7 * (self.k.lane % 4), "uint32") << T.uint32(23))
-        high = 16 if self.cells else 4
-        for f in range(self.k.tile.blocks):
-            for r in self.k.tile.result:
+        high = 1 << self.form.rows
+        for f in range(self.tile.blocks):
+            for r in self.tile.result:
                 at = 4 * f + r
                 assign(self.acc, at, self.acc[at] * (plane * T.float32(1 / high) if r >= 2 else plane))
                 for apart in (1, 2):
@@ -255,8 +278,8 @@ class Planes:
     A lane makes the digits of eight inputs of 64: two words of each plane, for the lanes with its t.
     """
 
-    def __init__(self, k: Kernel, team, cells: bool):
-        self.k, self.tile, self.cells, self.half = k, k.tile, cells, HALVES[k.weight.compute]
+    def __init__(self, k: Kernel, team, form: Form):
+        self.k, self.tile, self.form, self.half = k, k.tile, form, HALVES[k.weight.compute]
         lane, tile, tokens = k.lane, k.tile, k.tile.tokens
         self.words = k.shared((k.table_start // 4 + tile.own_bytes // 4,), "uint32")
         first, plane_of = k.table_start // 4 + team * tile.plane_words, lane // 8
@@ -267,8 +290,8 @@ class Planes:
             ptx("mov.b32", self.base[at], T.cuda.cvta_generic_to_shared(self.words.ptr_to([first + place])))
         self.raw, self.digits = T.alloc_local([4 * tokens], "uint32"), T.alloc_local([2 * PLANES * tokens], "uint32")
         self.units, self.next_units = T.alloc_local([tokens], "float32"), T.alloc_local([tokens], "float32")
-        self.column = T.alloc_local([1], "int32")
-        self.offset = T.alloc_local([tokens], "int64")
+        self.left = T.alloc_local([1], "int32")  # inputs of x from the lane's first of a stage on
+        self.address = T.alloc_local([tokens], "uint64")  # and where that is
 
     def unit(self, token: int):
         """1 / c of the stage that is being multiplied."""
@@ -278,10 +301,10 @@ class Planes:
         """The planes of the team's first stage, which are stored, and the x of the second."""
         k, size = self.k, 64 * self.tile.slice
         column = stage * size + k.lane // 8 * 64 + k.lane // 4 % 2 * 32 + k.lane % 4 * 2
-        assign(self.column, 0, column)
+        assign(self.left, 0, k.K - column)
         for m in range(self.tile.tokens):
             row = k.m0 if self.tile.tokens == 1 else tirx.min(k.m0 + m, k.M - 1)
-            assign(self.offset, m, wide(row) * wide(k.K) + wide(column))
+            ptx("cvta.to.global.u64", self.address[m], k.x.ptr_to([wide(row), wide(column)]))
         self._ask()
         self.make()
         self.store()
@@ -291,12 +314,12 @@ class Planes:
         size = 64 * self.tile.slice * self.tile.teams
         for m in range(self.tile.tokens):
             for at in range(4):
-                apart = 16 * (at // 2) + 8 * (at % 2) if self.cells else 16 * (at % 2) + 8 * (at // 2)
+                apart = self.form.inputs[at]
                 assign(self.raw, 4 * m + at, T.uint32(0))
-                with when(self.column[0] + apart < self.k.K):
-                    ptx("ld.global.b32", self.raw[4 * m + at], self.k.x.ptr_to([0, self.offset[m] + apart]))
-            assign(self.offset, m, self.offset[m] + size)
-        assign(self.column, 0, self.column[0] + size)
+                with when(self.left[0] > apart):
+                    ptx("ld.global.b32", self.raw[4 * m + at], self.address[m] + T.uint64(2 * apart))
+            assign(self.address, m, self.address[m] + T.uint64(2 * size))
+        assign(self.left, 0, self.left[0] - size)
 
     def make(self):
         """Digits of the x that has been asked for, and ask for the next."""
@@ -316,10 +339,10 @@ class Planes:
         f16 = half.ptx == "f16"
         bits, least = half.mantissa, 6 if f16 else 7
         exponent = register("uint32", tirx.max(found[0] + T.uint32(1 << bits - 7) >> T.uint32(bits), T.uint32(least)))
-        lower = [0, 0, 0, 0] if self.cells else [0, 0, 4, 4]  # codes are higher by as many bits
+        lower = [self.form.lifts[at // 2] for at in range(4)]
         if f16:
-            c = [register("uint32", (T.uint32(36 - by) - exponent[0]) * T.uint32(0x04000400))[0] for by in lower[::2]]
-            c, unit = [c[0], c[0], c[1], c[1]], exponent[0] + T.uint32(106)
+            c = [register("uint32", (T.uint32(36 - by) - exponent[0]) * T.uint32(0x04000400))[0] for by in lower]
+            unit = exponent[0] + T.uint32(106)
         else:
             for word, by in zip(raw, lower, strict=True):
                 scale = T.reinterpret("float32", T.uint32(260 - by) - exponent[0] << T.uint32(23))
