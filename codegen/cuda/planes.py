@@ -81,7 +81,7 @@ def tiles() -> tuple[PlaneTile, ...]:
         PlaneTile("p1_narrow", 1, warps=1, blocks=2, teams=8, slice=4, stages=16, resident=2),
         PlaneTile("p1", 1, warps=1, blocks=4, teams=8, slice=4, stages=16, resident=2),
         PlaneTile("p1_wide", 1, warps=1, blocks=8, teams=8, slice=4, stages=16, resident=1),
-        PlaneTile("p2", 2, warps=1, blocks=4, teams=6, slice=4, stages=12, resident=2),
+        PlaneTile("p2", 2, warps=1, blocks=4, teams=8, slice=4, stages=16, resident=2),
     )
 
 
@@ -166,7 +166,6 @@ class PlaneConsumer(Consumer):
             T.evaluate(T.cuda.mbarrier_wait(self.ring.full(cursor.slot), cursor.phase))
             self._stage(cursor.slot)
             planes.make()
-            planes.store()
             assign(read, 0, cursor.slot)
             cursor.advance(teams)
         self._finish()
@@ -182,11 +181,12 @@ class PlaneConsumer(Consumer):
             if self._weighed:
                 self._weigh([tokens[i][j] for i, j in pairs])
             for f in range(tile.blocks):
-                codes = {i: load_block(k, self.views["q"], slot, f, i) for i, _ in pairs}
-                groups = correct.load_groups(k, self.views, slot, f, step)
                 d = [self.sums[4 * f + r] for r in range(4)]
+                groups = correct.load_groups(k, self.views, slot, f, step)
                 for at, (i, j) in enumerate(pairs):
-                    a = self._operand(codes[i], j)
+                    if j == 0 or at == 0:
+                        codes = load_block(k, self.views["q"], slot, f, i)
+                    a = self._operand(codes, j)
                     _mma(d, a, tokens[i][j], d if at else self._start(f, groups), "u8")
                 self._scale(f, groups, step)
         for f in range(tile.blocks):
@@ -288,13 +288,12 @@ class Planes:
         loaded = plane_of * (16 * tokens * tile.slice) + lane // 4 % 2 % tokens * 16 + lane % 4 * 4
         for at, place in enumerate((stored, loaded)):
             ptx("mov.b32", self.base[at], T.cuda.cvta_generic_to_shared(self.words.ptr_to([first + place])))
-        self.raw, self.digits = T.alloc_local([4 * tokens], "uint32"), T.alloc_local([2 * PLANES * tokens], "uint32")
-        self.units, self.next_units = T.alloc_local([tokens], "float32"), T.alloc_local([tokens], "float32")
+        self.raw, self.units = T.alloc_local([4 * tokens], "uint32"), T.alloc_local([tokens], "float32")
         self.left = T.alloc_local([1], "int32")  # inputs of x from the lane's first of a stage on
         self.address = T.alloc_local([tokens], "uint64")  # and where that is
 
     def unit(self, token: int):
-        """1 / c of the stage that is being multiplied."""
+        """1 / c of the stage whose planes these are."""
         return self.units[token]
 
     def begin(self, stage):
@@ -307,7 +306,6 @@ class Planes:
             ptx("cvta.to.global.u64", self.address[m], k.x.ptr_to([wide(row), wide(column)]))
         self._ask()
         self.make()
-        self.store()
 
     def _ask(self):
         """For the x of a stage, pairs of neighbours, and on to the next."""
@@ -322,10 +320,12 @@ class Planes:
         assign(self.left, 0, self.left[0] - size)
 
     def make(self):
-        """Digits of the x that has been asked for, and ask for the next."""
+        """The planes of the x that has been asked for, in place of those before, which all lanes have read; ask for the next."""
+        T.evaluate(T.cuda.warp_sync())
         for m in range(self.tile.tokens):
             self._token(m)
         self._ask()
+        T.evaluate(T.cuda.warp_sync())
 
     def _token(self, m: int):
         half, raw = self.half, [self.raw[4 * m + at] for at in range(4)]
@@ -351,9 +351,9 @@ class Planes:
             c, unit = [T.uint32(0x3C003C00)] * 4, exponent[0] - T.uint32(6)
         nan = found[0] >= T.uint32(half.power(1 << half.exponent - 1))
         unit = T.if_then_else(nan, T.uint32(0x7FFFFFFF), unit << T.uint32(23))
-        assign(self.next_units, m, T.reinterpret("float32", unit))
+        assign(self.units, m, T.reinterpret("float32", unit))
         fma, beside, minus = "fma.rn.f16x2", T.uint32(0x66006600), T.uint32(0xBC00BC00)
-        digit, rest = T.alloc_local([4], "uint32"), T.alloc_local([1], "uint32")
+        digit, rest, words = (T.alloc_local([count], "uint32") for count in (4, 1, 2))
         for plane in range(PLANES):
             for at in range(4):
                 ptx(fma, digit[at], raw[at], c[at], beside)
@@ -361,25 +361,15 @@ class Planes:
                     ptx(fma, rest[0], digit[at], minus, beside)
                     ptx(fma, raw[at], raw[at], c[at], rest[0])
             for q in range(2):
-                out = self.digits[2 * (PLANES * m + plane) + q]
-                ptx("prmt.b32", out, digit[2 * q], digit[2 * q + 1], T.uint32(0x6240))
+                ptx("prmt.b32", words[q], digit[2 * q], digit[2 * q + 1], T.uint32(0x6240))
+            at = T.uint32(64 * (plane * self.tile.slice * self.tile.tokens + m))
+            ptx("st.shared.v2.b32", self.base[0] + at, words[0], words[1])
             c = [T.uint32(0x58005800)] * 4  # 128
-
-    def store(self):
-        """The digits that were made, when all lanes have read those before them; seen by all after that."""
-        tile = self.tile
-        T.evaluate(T.cuda.warp_sync())
-        for m in range(tile.tokens):
-            for plane in range(PLANES):
-                at, number = 4 * (plane * tile.slice * tile.tokens * 16 + m * 16), 2 * (PLANES * m + plane)
-                ptx("st.shared.v2.b32", self.base[0] + T.uint32(at), self.digits[number], self.digits[number + 1])
-            assign(self.units, m, self.next_units[m])
-        T.evaluate(T.cuda.warp_sync())
 
     def load(self, i: int) -> list:
         """The B fragments of k tile i of the stage: of two times 32 inputs."""
         b = T.alloc_local([4], "uint32")
-        address = self.base[1] + T.uint32(4 * i * self.tile.tokens * 16)
+        address = self.base[1] + T.uint32(64 * i * self.tile.tokens)
         ptx("ld.shared.v4.b32", *(b[r] for r in range(4)), address)
         return [(b[0], b[1]), (b[2], b[3])]
 
