@@ -96,6 +96,7 @@ class Plan:
     table: Table
     offset: float
     kept: int | None  # bits below its largest term that the multiplier keeps of a sum (None: a float32, or all)
+    x_bits: int | None  # bits below the largest of a token that kernels keep of x (None: all)
     max_k: int | None
     notes: tuple[Diagnostic, ...]
     blocked: Blocked | None = None  # what the SIMD kernels of a CPU need to know
@@ -179,9 +180,10 @@ def plan(scheme: Scheme, target: Target, held: Mapping[str, Buffer] | None = Non
         variants, table = (Variant("portable", (*quantize, portable), order="by rising k"),), only("portable")
     offset, kept = (0.0, None) if loop is None else (_weight(scheme, loop).excess, _weight(scheme, loop).kept)
     offset = simd.excess if simd else offset
+    x_bits = _x_bits(scheme, loop, target) if loop else None
     notes += _unused_hints(scheme, target)
     return Plan(scheme, target, weight, x_split, multiply, compute.accumulator, step, loop, buffers, variants, table, offset, kept,
-                _max_k(scheme, weight, x_split, step), notes, simd)  # fmt: skip
+                x_bits, _max_k(scheme, weight, x_split, step), notes, simd)  # fmt: skip
 
 
 def _quantize(scheme: Scheme, target: Target, computed: Sequence[Tensor]) -> tuple[Step, ...]:
@@ -541,8 +543,17 @@ def _main_loop_variants(
     key = loop.key(scheme)
     table = measured.table(target.arch, key)
     if table is None or table.problems(variants):  # of tiles that have changed since: a test says so
-        table = model.table(key, weight, target.gpu, {c.name: c.work for c in kernels}, variants)
+        works = {c.name: c.work for c in kernels if c.work}
+        known = tuple(v for v in variants if v.name in works or v.name == "portable")
+        table = model.table(key, weight, target.gpu, works, known)
     return variants, table
+
+
+def _x_bits(scheme: Scheme, loop: MainLoop, target: Target) -> int | None:
+    """`Plan.x_bits` of the kernels on tensor cores."""
+    from qdsl.codegen.cuda.candidates import candidates
+
+    return min((c.x_bits for c in candidates(target, _weight(scheme, loop)) if c.x_bits), default=None)
 
 
 def epilogue_tensors(scheme: Scheme, loop: MainLoop) -> list[str]:

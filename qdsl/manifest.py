@@ -17,7 +17,7 @@ from qdsl.layout import Axis, Digit, Lane, Layout, Run
 from qdsl.order import Order
 from qdsl.scheme import Scheme
 
-FORMAT = 5
+FORMAT = 6
 
 
 ELEMENTS = (
@@ -94,6 +94,7 @@ class Manifest:
     tables: Mapping[str, Mapping[str, Table]]  # architecture -> phase -> which of them serves what
     offset: float  # what a bit trick leaves in each code until its group is corrected (0: nothing)
     kept: int | None  # bits below its largest term that the multiplier keeps of a sum (None: a float32, or all)
+    x_bits: int | None  # bits below the largest of a token that kernels keep of x (None: all)
     max_k: int | None  # inputs beyond which an integer sum could overflow
     notes: tuple[str, ...]
     toolchain: Mapping[str, str]

@@ -69,6 +69,7 @@ def check(layer, patterns, x, y):
         layer.out_features,
         offset=layer.manifest.offset,
         kept=layer.manifest.kept,
+        x_bits=layer.manifest.x_bits,
     )
     assert (np.abs(y.double().cpu().numpy() - expected.y) <= expected.bound).all()
 

@@ -25,16 +25,18 @@ class Candidate:
     """One kernel.
 
     lower       (function's name, extra buffers, epilogue, parts of the features) -> the kernel; of sums alone by default
-    work        its tile, as the model of times knows it
+    work        its tile, as the model of times knows it; None: it knows none like it, and only what was measured chooses it
     order       names the order in which a row's products are summed (`Stage.order`); None: it changes with m
     k_multiple  what k must be a multiple of
+    x_bits      bits below the largest of a token that it keeps of x; None: all
     """
 
     name: str
     lower: Callable[..., tirx.PrimFunc]
-    work: Work
+    work: Work | None
     order: str | None
     k_multiple: int = 1
+    x_bits: int | None = None
 
 
 def candidates(target: Target, weight: Weight) -> tuple[Candidate, ...]:
@@ -48,8 +50,8 @@ def candidates(target: Target, weight: Weight) -> tuple[Candidate, ...]:
         found = [_mma(target, weight, tile, SHARED) for tile in mma.tiles()]
     else:
         *few, most = (_mma(target, weight, tile, hopper.SHARED) for tile in mma.hopper_tiles())
-        bytes_ = planes.tiles() if planes.serves(weight) else ()
-        found = [*few, *(_hopper(weight, tile) for tile in (*bytes_, *warp.tiles(), *wgmma.tiles())), most]
+        tiles = (*(planes.tiles() if planes.serves(weight) else ()), *warp.tiles(), *wgmma.tiles())
+        found = [*few, *(_hopper(weight, tile) for tile in tiles), most]
     return tuple(kernel for kernel in found if kernel is not None)
 
 
@@ -86,6 +88,9 @@ def _hopper(weight: Weight, tile: warp.WarpTile | wgmma.WarpgroupTile) -> Candid
     small, few = hopper.fitted(weight, tile), isinstance(tile, warp.WarpTile)
     if small is None:
         return None
+    order, multiple = hopper.order(weight, small), 8 * weight.unit
+    if isinstance(tile, planes.PlaneTile):
+        return Candidate(tile.name, lower, None, order, multiple, planes.x_bits(weight))
     work = Work(
         tokens=tile.tokens,
         features=tile.features,
@@ -102,7 +107,7 @@ def _hopper(weight: Weight, tile: warp.WarpTile | wgmma.WarpgroupTile) -> Candid
         tail=tile.tail,
         overlapped=not few or tile.resident > 1,  # few tokens: if a CTA finds room beside one of the predecessor
     )
-    return Candidate(tile.name, lower, work, hopper.order(weight, small), k_multiple=8 * weight.unit)
+    return Candidate(tile.name, lower, work, order, multiple)
 
 
 def _decode(weight: Weight | ByteWeight) -> str:

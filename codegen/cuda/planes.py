@@ -136,6 +136,11 @@ def serves(weight) -> bool:
     return max(most - sign - low, high + sign) <= most
 
 
+def x_bits(weight: Weight) -> int:
+    """Bits below the largest of a token that are kept of x: of 28 as many less as some of its codes are higher by."""
+    return 27 - max(FORMS[weight.code.bits].lifts)
+
+
 def _sign(weight: Weight) -> int:
     """What operands are above codes that have a sign."""
     return 1 << weight.code.bits - 1 if weight.code.kind == "int" else 0
