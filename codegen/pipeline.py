@@ -125,10 +125,10 @@ def compile_into(
         {arch: _buffers(found) for arch, found in planned.items()},
         {arch: {phase: _variants(phase, own) for phase, own in found.items()} for arch, found in planned.items()},
         {arch: {phase: own.table for phase, own in found.items()} for arch, found in planned.items()},
-        max(own.offset for own in each), min((own.kept for own in each if own.kept), default=None),
-        min((own.x_bits for own in each if own.x_bits), default=None), min(limits, default=None),
+        max(own.offset for own in each), min((own.kept for own in each if own.kept), default=None), min(limits, default=None),
         tuple(dict.fromkeys(str(n) for own in each for n in own.notes)), toolchain,
         {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}, digest,
+        min((own.x_bits for own in each if own.x_bits), default=None),
     )  # fmt: skip
     (directory / MANIFEST).write_text(manifest.to_json())
 

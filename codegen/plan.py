@@ -96,11 +96,11 @@ class Plan:
     table: Table
     offset: float
     kept: int | None  # bits below its largest term that the multiplier keeps of a sum (None: a float32, or all)
-    x_bits: int | None  # bits below the largest of a token that kernels keep of x (None: all)
     max_k: int | None
     notes: tuple[Diagnostic, ...]
     blocked: Blocked | None = None  # what the SIMD kernels of a CPU need to know
     beside_overlapped: bool = False  # in the library of another phase whose kernels overlap
+    x_bits: int | None = None  # bits below the largest of a token that kernels keep of x (None: all)
 
     def buffer(self, name: str) -> Buffer:
         return next(b for b in self.buffers if b.tensor == name)
@@ -180,10 +180,9 @@ def plan(scheme: Scheme, target: Target, held: Mapping[str, Buffer] | None = Non
         variants, table = (Variant("portable", (*quantize, portable), order="by rising k"),), only("portable")
     offset, kept = (0.0, None) if loop is None else (_weight(scheme, loop).excess, _weight(scheme, loop).kept)
     offset = simd.excess if simd else offset
-    x_bits = _x_bits(scheme, loop, target) if loop else None
     notes += _unused_hints(scheme, target)
     return Plan(scheme, target, weight, x_split, multiply, compute.accumulator, step, loop, buffers, variants, table, offset, kept,
-                x_bits, _max_k(scheme, weight, x_split, step), notes, simd)  # fmt: skip
+                _max_k(scheme, weight, x_split, step), notes, simd, x_bits=_x_bits(scheme, loop, target) if loop else None)  # fmt: skip
 
 
 def _quantize(scheme: Scheme, target: Target, computed: Sequence[Tensor]) -> tuple[Step, ...]:

@@ -17,7 +17,7 @@ from qdsl.layout import Axis, Digit, Lane, Layout, Run
 from qdsl.order import Order
 from qdsl.scheme import Scheme
 
-FORMAT = 6
+FORMAT = 5
 
 
 ELEMENTS = (
@@ -94,12 +94,12 @@ class Manifest:
     tables: Mapping[str, Mapping[str, Table]]  # architecture -> phase -> which of them serves what
     offset: float  # what a bit trick leaves in each code until its group is corrected (0: nothing)
     kept: int | None  # bits below its largest term that the multiplier keeps of a sum (None: a float32, or all)
-    x_bits: int | None  # bits below the largest of a token that kernels keep of x (None: all)
     max_k: int | None  # inputs beyond which an integer sum could overflow
     notes: tuple[str, ...]
     toolchain: Mapping[str, str]
     digests: Mapping[str, str]  # file -> sha256
     digest: str  # of everything that went into the compilation
+    x_bits: int | None = None  # bits below the largest of a token that kernels keep of x (None: all)
 
     def order(self, arch: str) -> Order | None:
         """The order of inputs that the kernels take."""
