@@ -50,7 +50,7 @@ def candidates(target: Target, weight: Weight) -> tuple[Candidate, ...]:
         found = [_mma(target, weight, tile, SHARED) for tile in mma.tiles()]
     else:
         *few, most = (_mma(target, weight, tile, hopper.SHARED) for tile in mma.hopper_tiles())
-        tiles = (*(planes.tiles() if planes.serves(weight) else ()), *warp.tiles(), *wgmma.tiles())
+        tiles = (*planes.tiles(weight), *warp.tiles(), *wgmma.tiles())
         found = [*few, *(_hopper(weight, tile) for tile in tiles), most]
     return tuple(kernel for kernel in found if kernel is not None)
 

@@ -86,7 +86,7 @@ def lower(
                         with walk.each() as part:
                             begin, end = _stages_of(part)
                             if tile.early:
-                                useful = _early(walk, begin, end, sms * _residents(weight, tile))
+                                useful = _early(walk, begin, end, sms * residents(weight, tile))
                                 begin = boxes.fill_first(part, begin, end, useful, overlap.wait)
                             boxes.fill(part, begin, end)
                     if weight.grouped or weight.token_scale:
@@ -126,7 +126,7 @@ def _early(walk: _Parts, begin, end, places):
     return tirx.any(end - begin <= walk.k.tile.stages, walk.ctas * 2 > places)
 
 
-def _residents(weight: Weight, tile: Cut) -> int:
+def residents(weight: Weight, tile: Cut) -> int:
     """CTAs that an SM holds at once."""
     return min(tile.resident, SM_SHARED // (pool_bytes(weight, tile) + RESERVED))
 

@@ -35,7 +35,7 @@ from dataclasses import dataclass, replace
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from qdsl.codegen.cuda import correct, decode
+from qdsl.codegen.cuda import correct, decode, hopper
 from qdsl.codegen.cuda.builder import assign, ptx, register, when, wide
 from qdsl.codegen.cuda.decode import HALVES
 from qdsl.codegen.cuda.fragments import load_block
@@ -75,14 +75,18 @@ FORMS = {  # by bits
 }
 
 
-def tiles() -> tuple[PlaneTile, ...]:
-    """The tiles, by rising number of tokens."""
-    return (
+def tiles(weight) -> tuple[PlaneTile, ...]:
+    """The tiles for a weight, by rising number of tokens; none where it has other codes or groups."""
+    if not _serves(weight):
+        return ()
+    found = (
         PlaneTile("p1_narrow", 1, warps=1, blocks=2, teams=8, slice=4, stages=16, resident=2),
         PlaneTile("p1", 1, warps=1, blocks=4, teams=8, slice=4, stages=16, resident=2),
         PlaneTile("p1_wide", 1, warps=1, blocks=8, teams=8, slice=4, stages=16, resident=1),
         PlaneTile("p2", 2, warps=1, blocks=4, teams=8, slice=4, stages=16, resident=2),
     )
+    # Stages of wide codes leave no room for another CTA: then it needs no registers, either.
+    return tuple(replace(tile, resident=hopper.residents(weight, tile)) for tile in found if hopper.fitted(weight, tile))
 
 
 @dataclass(frozen=True)
@@ -91,6 +95,7 @@ class PlaneTile(WarpTile):
 
     correct = "planes"
     stages_x = False
+    swizzle = 128
 
     def __post_init__(self):
         super().__post_init__()
@@ -121,8 +126,7 @@ class PlaneTile(WarpTile):
         return PlaneConsumer(k, stages)
 
 
-def serves(weight) -> bool:
-    """Whether there are kernels for a weight."""
+def _serves(weight) -> bool:
     if not isinstance(weight, Weight) or weight.table or weight.offset or not weight.code.is_integer:
         return False
     if weight.code.bits not in FORMS or weight.zero not in (None, *INTEGERS) or (weight.group or 32) % 32:
