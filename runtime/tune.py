@@ -250,7 +250,13 @@ class Trial:
         x = self.x[torch.from_numpy(self.rows).to(self.device)].double().cpu().numpy()
         manifest = self.kernel.artifact.manifest
         self.right = reference.linear(
-            scheme, x, self.patterns, len(self.features), offset=manifest.offset, kept=manifest.kept, x_bits=manifest.x_bits
+            scheme,
+            x,
+            self.patterns,
+            len(self.features),
+            offset=manifest.offset,
+            kept=manifest.kept,
+            x_bits=manifest.x_bits,
         )
 
     def call(self, name: str, copy: int) -> None:

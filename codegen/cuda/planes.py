@@ -1,31 +1,32 @@
-"""One or two tokens and codes of 2 to 4 bits on Hopper: x as planes of bytes, products by mma.sync of bytes.
+"""One or two tokens and codes of 2 to 4 bits on Hopper: x as planes of bytes, products of bytes by mma.sync.
 
-A product of 16-bit floats takes two weights a register, which cost a mask and often a shift. One of bytes takes four: codes
-are bytes once they are masked, and a warp's instruction has 512 of them instead of 256. x becomes bytes, too. Of a token's
-inputs of a stage, 256, the largest is between 64 and 127 once all are multiplied by a power of two, c; then four digits to the base
-128, each rounded from what the digits before it left, are the planes:
+Few tokens wait for instructions, not for memory, if codes are narrow. A product of 16-bit floats (`warp`) has 256 weights of a
+warp, two in a register, which cost a mask and often a shift; one of bytes has 512, four in a register, and masked codes are bytes.
+x becomes bytes, too. Multiplied by a power of two, c, the largest of a token's 256 inputs of a stage is between 63 and 127; then
+four digits to the base 128, each rounded from what the ones before it left, are the planes:
 
-    x = (d0 + d1 / 128 + d2 / 128^2 + d3 / 128^3) / c         d0 = -127 .. 127, the others -64 .. 64
+    x = (d0 + d1 / 128 + d2 / 128^2 + d3 / 128^3) / c          d0 = -127 .. 127, the others -64 .. 64
 
-A float16 that is no less than 2^-17 of the largest is exact so, others are off by 2^-28 of the largest at most (codes of 2 bits:
-2^-13 and 2^-24, see below). Digits are found with fma.f16x2, which rounds to whole numbers beside 1536, in whose lowest
-byte they then are. The eight columns of a product are planes by tokens:
+So x is kept to 27 bits below the largest (`x_bits`). A digit is found beside 1536 as a float16, where fma rounds to whole numbers,
+and then is the lowest byte. The eight columns of a product are planes by tokens:
 
-    column 2 p + m    plane p of token m          a lane has the sums of plane t = lane % 4 of both tokens
+    column 2 p + m     plane p of token m          lane 4 c + t has the sums of plane t, of both tokens
 
-Inputs may come in any order if those of x and of the weight are in the same one. So codes are taken as they are stored
-(`fragments`), four of a word, of one feature, for a register:
+Inputs may be multiplied in any order, if x has the same one as the weight. So codes are taken as they are stored (`fragments`):
+four bytes of a word, of the same feature, are a register of A, wherever in their bytes the codes are. What they are too high by
+within a row is divided out at last; within a half of 32 inputs, x is divided by as much, instead of a shift (`Form`):
 
-    cells of 4 bits    byte 2 p + h of word s has inputs 16 s + 8 h + 2 t + p: of feature c in its lower half, of c + 8 in its
-                       upper. Row c gets both, masks nothing, and sums q + 16 q'; row c + 8 gets 16 q', which is taken off then
-    codes of 2 bits    byte 2 p + s % 2 of word s // 2 has inputs 16 s + 8 h + 2 t + p: q of feature c in bits 4 h, of c + 8 in
-                       bits 4 h + 2. For h = 1 x is multiplied by c / 16, not c: then no code is shifted
+    bits of a byte       7   6   5   4   3   2   1   0
+    codes of 4 bits      r1  r1  r1  r1  r0  r0  r0  r0       r0, r1: feature c, c + 8; byte 2 p + h of word s
+    of 3, s even             r1  r1  r1      r0  r0  r0       s: inputs 16 s + 8 h + 2 t + p, a half of an instruction
+          s odd          r1  r1  r1      r0  r0  r0           x / 2; lower two bits are a bit higher in storage, the third lower
+    of 2                 r1  r1  r0  r0  r1  r1  r0  r0       h = 1 (x / 16), then h = 0, of two s: byte 2 p + s % 2
 
-Sums of a step are exact integers. They begin at the integer whose bits, as a float32, are 1.5 * 2^23 plus themselves; what zero
-points make too much is taken off there, too: a product with -1 in place of every code says how much. After a step they are floats,
-multiplied by the scale of the weight; after a stage by 1 / c; and in the end planes are added.
+Sums of a step are whole numbers below 2^22. They begin with what is 1.5 * 2^23 as a float, so that they are floats in the end,
+less what zero points make too much: a product with -1 in place of every code says how much that is. After a step they are multiplied
+by its scale, after a stage by 1 / c; in the end, planes are added.
 
-A token with an infinity or NaN gets NaN.
+A token with a number that is infinite, or none, gets NaN everywhere.
 """
 
 from __future__ import annotations
@@ -44,18 +45,19 @@ from qdsl.codegen.cuda.ring import Ring
 from qdsl.codegen.cuda.stage import Stage
 from qdsl.codegen.cuda.warp import Consumer, WarpTile
 from qdsl.codegen.cuda.weight import INTEGERS, Weight
+from qdsl.codegen.cuda.wgmma_bytes import ByteWeight
 
-PLANES, BASE = 4, 128
+PLANES = 4
 WHOLE = 0x4B400000  # 1.5 * 2^23, beside which floats are whole numbers
 
 
 @dataclass(frozen=True)
 class Form:
-    """How codes of a width lie in the bytes of an A fragment of 32 inputs.
+    """How codes of a width lie in the bytes of an A fragment: 32 inputs in two halves, those of registers 0, 1 and of 2, 3.
 
-    rows    bits by which those of feature c + 8 are above those of c
-    lifts   bits by which those of the first and of the second half are above the lowest; x is divided by as much
-    inputs  of those of a lane's bytes, those of two pairs of neighbours for either half, from 2 t on
+    rows    bits by which codes of feature c + 8 are above those of c
+    lifts   bits by which those of a half are above the lowest, by which x is divided
+    inputs  from 2 t on, the pairs of neighbours that are a lane's bytes 0, 2 and 1, 3 of the first half, and of the second
     """
 
     rows: int
@@ -64,7 +66,7 @@ class Form:
 
     @property
     def lows(self) -> tuple[int, ...]:
-        """Where codes begin in the bytes of each register."""
+        """The bit that codes begin at, by register."""
         return tuple(self.lifts[r // 2] + self.rows * (r % 2) for r in range(4))
 
 
@@ -75,7 +77,7 @@ FORMS = {  # by bits
 }
 
 
-def tiles(weight) -> tuple[PlaneTile, ...]:
+def tiles(weight: Weight | ByteWeight) -> tuple[PlaneTile, ...]:
     """The tiles for a weight, by rising number of tokens; none where it has other codes or groups."""
     if not _serves(weight):
         return ()
@@ -86,12 +88,14 @@ def tiles(weight) -> tuple[PlaneTile, ...]:
         PlaneTile("p2", 2, warps=1, blocks=4, teams=8, slice=4, stages=16, resident=2),
     )
     # Stages of wide codes leave no room for another CTA: then it needs no registers, either.
-    return tuple(replace(tile, resident=hopper.residents(weight, tile)) for tile in found if hopper.fitted(weight, tile))
+    return tuple(
+        replace(tile, resident=hopper.residents(weight, tile)) for tile in found if hopper.fitted(weight, tile)
+    )
 
 
 @dataclass(frozen=True)
 class PlaneTile(WarpTile):
-    """A warp tile whose teams are one warp each, which makes the planes of its own stages."""
+    """The part of y that one CTA computes. A warp is a team, and makes the planes of its own stages, of 256 inputs."""
 
     correct = "planes"
     stages_x = False
@@ -110,48 +114,46 @@ class PlaneTile(WarpTile):
         return (0,)
 
     @property
-    def plane_words(self) -> int:
-        """Of a team's planes in shared memory: [plane, k tile, token, t, word]."""
-        return PLANES * self.slice * self.tokens * 16
+    def plane_bytes(self) -> int:
+        """Of a team's planes in shared memory: words [plane, k tile, token, t, B fragments of the two times 32 inputs]."""
+        return 4 * PLANES * self.slice * self.tokens * 4 * 4
 
     @property
     def own_bytes(self) -> int:
-        return 4 * self.plane_words * self.teams
-
-    @property
-    def result(self) -> tuple[int, ...]:
-        return (0, 2) if self.tokens == 1 else (0, 1, 2, 3)
+        return self.plane_bytes * self.teams
 
     def consumer(self, k: Kernel, stages: Ring) -> PlaneConsumer:
         return PlaneConsumer(k, stages)
 
 
-def _serves(weight) -> bool:
+def _serves(weight: Weight | ByteWeight) -> bool:
     if not isinstance(weight, Weight) or weight.table or weight.offset or not weight.code.is_integer:
         return False
     if weight.code.bits not in FORMS or weight.zero not in (None, *INTEGERS) or (weight.group or 32) % 32:
         return False
-    # Sums of a step have 22 bits, if codes less their zero points have no more than codes.
+    # Sums are below 2^22 if codes less their zero points have no more bits than codes.
     most, sign = (1 << weight.code.bits) - 1, _sign(weight)
     low, high = weight.bias, weight.bias
     if weight.zero:
         kind, bits = weight.zero[0], int(weight.zero[1:])
-        low, high = (low - (1 << bits - 1), high + (1 << bits - 1) - 1) if kind == "i" else (low, high + (1 << bits) - 1)
+        low, high = (
+            (low - (1 << bits - 1), high + (1 << bits - 1) - 1) if kind == "i" else (low, high + (1 << bits) - 1)
+        )
     return max(most - sign - low, high + sign) <= most
 
 
 def x_bits(weight: Weight) -> int:
-    """Bits below the largest of a token that are kept of x: of 28 as many less as some of its codes are higher by."""
+    """Bits below the largest of a token that are kept of x: fewer where it is divided."""
     return 27 - max(FORMS[weight.code.bits].lifts)
 
 
 def _sign(weight: Weight) -> int:
-    """What operands are above codes that have a sign."""
+    """What operands are above codes with a sign, whose highest bit is the other way round there."""
     return 1 << weight.code.bits - 1 if weight.code.kind == "int" else 0
 
 
 class PlaneConsumer(Consumer):
-    """A warp's share of the multiplication."""
+    """A warp's share of the multiplication: its stages, a step and a block of features after the other."""
 
     def __init__(self, k: Kernel, ring: Ring):
         super().__init__(k, ring)
@@ -240,7 +242,9 @@ class PlaneConsumer(Consumer):
         for r, low in enumerate(self.form.lows):
             if r % 2 == 0:
                 word = self._word(words, j, r // 2)
-            mask, flip = ((field << low) * 0x01010101 for field in ((1 << self.weight.code.bits) - 1, _sign(self.weight)))
+            mask, flip = (
+                (field << low) * 0x01010101 for field in ((1 << self.weight.code.bits) - 1, _sign(self.weight))
+            )
             ptx("lop3.b32", a[r], word, T.uint32(mask), T.uint32(flip), 0x6A)  # (a & b) ^ c
         return a
 
@@ -281,34 +285,34 @@ class PlaneConsumer(Consumer):
 
 
 class Planes:
-    """The planes of a team's stages. While a stage is multiplied, the planes of the next are made, and the x of the one after
-    that is on its way.
+    """The planes of a team's stages, one stage at a time; while it is multiplied, the x of the next is on its way.
 
-    A lane makes the digits of eight inputs of 64: two words of each plane, for the lanes with its t.
+    A lane makes a word of every plane for each half of 32 inputs, of eight numbers of x.
     """
 
     def __init__(self, k: Kernel, team, form: Form):
         self.k, self.tile, self.form, self.half = k, k.tile, form, HALVES[k.weight.compute]
         lane, tile, tokens = k.lane, k.tile, k.tile.tokens
-        self.words = k.shared((k.table_start // 4 + tile.own_bytes // 4,), "uint32")
-        first, plane_of = k.table_start // 4 + team * tile.plane_words, lane // 8
-        self.base = T.alloc_local([2], "uint32")  # shared addresses: of what the lane stores, of what it loads
-        stored = lane // 8 * (16 * tokens) + lane % 4 * 4 + lane // 4 % 2 * 2
-        loaded = plane_of * (16 * tokens * tile.slice) + lane // 4 % 2 % tokens * 16 + lane % 4 * 4
-        for at, place in enumerate((stored, loaded)):
-            ptx("mov.b32", self.base[at], T.cuda.cvta_generic_to_shared(self.words.ptr_to([first + place])))
+        i, part, t = lane // 8, lane // 4 % 2, lane % 4  # k tile, which 32 of its inputs, which of them
+        planes = k.shared((k.table_start + tile.own_bytes,), "uint8")
+        stored = (i * tokens * 4 + t) * 16 + part * 8
+        loaded = ((lane // 8 * tile.slice * tokens + part % tokens) * 4 + t) * 16  # column 2 p + m is lane // 4
+        self.stored, self.loaded = (T.alloc_local([1], "uint32") for _ in range(2))
+        for address, place in ((self.stored, stored), (self.loaded, loaded)):
+            first = planes.ptr_to([k.table_start + team * tile.plane_bytes + place])
+            ptx("mov.b32", address[0], T.cuda.cvta_generic_to_shared(first))
+        self.first = i * 64 + part * 32 + 2 * t  # input of a stage
+        self.left = T.alloc_local([1], "int32")  # inputs from there to the end of x
+        self.address = T.alloc_local([tokens], "uint64")  # where that is
         self.raw, self.units = T.alloc_local([4 * tokens], "uint32"), T.alloc_local([tokens], "float32")
-        self.left = T.alloc_local([1], "int32")  # inputs of x from the lane's first of a stage on
-        self.address = T.alloc_local([tokens], "uint64")  # and where that is
 
-    def unit(self, token: int):
-        """1 / c of the stage whose planes these are."""
-        return self.units[token]
+    def unit(self, m: int):
+        """1 / c of a token; NaN if not all of its numbers are finite."""
+        return self.units[m]
 
     def begin(self, stage):
-        """The planes of the team's first stage, which are stored, and the x of the second."""
-        k, size = self.k, 64 * self.tile.slice
-        column = stage * size + k.lane // 8 * 64 + k.lane // 4 % 2 * 32 + k.lane % 4 * 2
+        """The planes of the team's first stage."""
+        k, column = self.k, stage * (64 * self.tile.slice) + self.first
         assign(self.left, 0, k.K - column)
         for m in range(self.tile.tokens):
             row = k.m0 if self.tile.tokens == 1 else tirx.min(k.m0 + m, k.M - 1)
@@ -316,71 +320,73 @@ class Planes:
         self._ask()
         self.make()
 
+    def make(self):
+        """The planes of the stage that was asked for, in place of those before, which all lanes have read."""
+        T.evaluate(T.cuda.warp_sync())
+        for m in range(self.tile.tokens):
+            self._token(m, [self.raw[4 * m + at] for at in range(4)])
+        self._ask()
+        T.evaluate(T.cuda.warp_sync())
+
+    def load(self, i: int) -> list:
+        """The B fragments of k tile i: of two times 32 inputs."""
+        b = T.alloc_local([4], "uint32")
+        ptx("ld.shared.v4.b32", *(b[r] for r in range(4)), self.loaded[0] + T.uint32(64 * i * self.tile.tokens))
+        return [(b[0], b[1]), (b[2], b[3])]
+
     def _ask(self):
-        """For the x of a stage, pairs of neighbours, and on to the next."""
+        """For the lane's x of the team's next stage: pairs of neighbours, zeros beyond the end."""
         size = 64 * self.tile.slice * self.tile.teams
         for m in range(self.tile.tokens):
-            for at in range(4):
-                apart = self.form.inputs[at]
+            for at, apart in enumerate(self.form.inputs):
                 assign(self.raw, 4 * m + at, T.uint32(0))
                 with when(self.left[0] > apart):
                     ptx("ld.global.b32", self.raw[4 * m + at], self.address[m] + T.uint64(2 * apart))
             assign(self.address, m, self.address[m] + T.uint64(2 * size))
         assign(self.left, 0, self.left[0] - size)
 
-    def make(self):
-        """The planes of the x that has been asked for, in place of those before, which all lanes have read; ask for the next."""
-        T.evaluate(T.cuda.warp_sync())
-        for m in range(self.tile.tokens):
-            self._token(m)
-        self._ask()
-        T.evaluate(T.cuda.warp_sync())
-
-    def _token(self, m: int):
-        half, raw = self.half, [self.raw[4 * m + at] for at in range(4)]
-        peak, found = T.alloc_local([2], "uint32"), T.alloc_local([1], "uint32")
-        assign(peak, 0, raw[0] & T.uint32(0x7FFF7FFF))
-        for word in raw[1:]:
-            ptx("max.u16x2", peak[0], peak[0], word & T.uint32(0x7FFF7FFF))
-        assign(peak, 1, tirx.max(peak[0] >> T.uint32(16), peak[0] & T.uint32(0xFFFF)))
-        ptx("redux_sync.max.u32", found[0], peak[1], T.uint32(0xFFFFFFFF))
-        # Its exponent, one more if it is 127.5 or more of 128, and no less than that whose c is the largest.
-        f16 = half.ptx == "f16"
-        bits, least = half.mantissa, 6 if f16 else 7
-        exponent = register("uint32", tirx.max(found[0] + T.uint32(1 << bits - 7) >> T.uint32(bits), T.uint32(least)))
-        lower = [self.form.lifts[at // 2] for at in range(4)]
-        if f16:
-            c = [register("uint32", (T.uint32(36 - by) - exponent[0]) * T.uint32(0x04000400))[0] for by in lower]
-            unit = exponent[0] + T.uint32(106)
-        else:
-            for word, by in zip(raw, lower, strict=True):
-                scale = T.reinterpret("float32", T.uint32(260 - by) - exponent[0] << T.uint32(23))
-                low, high = (T.reinterpret("float32", w) for w in (word << T.uint32(16), word & T.uint32(0xFFFF0000)))
-                ptx("cvt.rn.f16x2.f32", word, high * scale, low * scale)
-            c, unit = [T.uint32(0x3C003C00)] * 4, exponent[0] - T.uint32(6)
-        nan = found[0] >= T.uint32(half.power(1 << half.exponent - 1))
-        unit = T.if_then_else(nan, T.uint32(0x7FFFFFFF), unit << T.uint32(23))
-        assign(self.units, m, T.reinterpret("float32", unit))
-        fma, beside, minus = "fma.rn.f16x2", T.uint32(0x66006600), T.uint32(0xBC00BC00)
+    def _token(self, m: int, x: list):
+        """Digits of a token's x, plane by plane, to shared memory."""
+        c = self._scale(m, x)
+        fma, beside, minus = "fma.rn.f16x2", T.uint32(0x66006600), T.uint32(0xBC00BC00)  # 1536, -1
         digit, rest, words = (T.alloc_local([count], "uint32") for count in (4, 1, 2))
         for plane in range(PLANES):
             for at in range(4):
-                ptx(fma, digit[at], raw[at], c[at], beside)
+                ptx(fma, digit[at], x[at], c[at], beside)
                 if plane + 1 < PLANES:
                     ptx(fma, rest[0], digit[at], minus, beside)
-                    ptx(fma, raw[at], raw[at], c[at], rest[0])
-            for q in range(2):
-                ptx("prmt.b32", words[q], digit[2 * q], digit[2 * q + 1], T.uint32(0x6240))
-            at = T.uint32(64 * (plane * self.tile.slice * self.tile.tokens + m))
-            ptx("st.shared.v2.b32", self.base[0] + at, words[0], words[1])
+                    ptx(fma, x[at], x[at], c[at], rest[0])
+            for h in range(2):
+                ptx("prmt.b32", words[h], digit[2 * h], digit[2 * h + 1], T.uint32(0x6240))
+            place = T.uint32(64 * (plane * self.tile.slice * self.tile.tokens + m))
+            ptx("st.shared.v2.b32", self.stored[0] + place, words[0], words[1])
             c = [T.uint32(0x58005800)] * 4  # 128
 
-    def load(self, i: int) -> list:
-        """The B fragments of k tile i of the stage: of two times 32 inputs."""
-        b = T.alloc_local([4], "uint32")
-        address = self.base[1] + T.uint32(64 * i * self.tile.tokens)
-        ptx("ld.shared.v4.b32", *(b[r] for r in range(4)), address)
-        return [(b[0], b[1]), (b[2], b[3])]
+    def _scale(self, m: int, x: list) -> list:
+        """c, of each of a lane's pairs, which are float16 then; 1 if they are multiplied already."""
+        half, lifts = self.half, [self.form.lifts[at // 2] for at in range(4)]
+        peak, largest = T.alloc_local([2], "uint32"), T.alloc_local([1], "uint32")
+        assign(peak, 0, x[0] & T.uint32(0x7FFF7FFF))
+        for pair in x[1:]:
+            ptx("max.u16x2", peak[0], peak[0], pair & T.uint32(0x7FFF7FFF))
+        assign(peak, 1, tirx.max(peak[0] >> T.uint32(16), peak[0] & T.uint32(0xFFFF)))
+        ptx("redux_sync.max.u32", largest[0], peak[1], T.uint32(0xFFFFFFFF))
+        # c is 2^6 over the exponent of the largest, or half of that if the largest would be rounded to 128; but not beyond its
+        # type, where all that x can be is kept anyway.
+        f16 = half.ptx == "f16"
+        exponent = largest[0] + T.uint32(1 << half.mantissa - 7) >> T.uint32(half.mantissa)
+        exponent = register("uint32", tirx.max(exponent, T.uint32(6 if f16 else 7)))[0]
+        unit = exponent + T.uint32(106) if f16 else exponent - T.uint32(6)
+        finite = largest[0] < T.uint32(half.power(1 << half.exponent - 1))
+        unit = T.if_then_else(finite, unit << T.uint32(23), T.uint32(0x7FFFFFFF))
+        assign(self.units, m, T.reinterpret("float32", unit))
+        if f16:
+            return [register("uint32", (T.uint32(36 - by) - exponent) * T.uint32(0x04000400))[0] for by in lifts]
+        for pair, by in zip(x, lifts, strict=True):
+            c = T.reinterpret("float32", T.uint32(260 - by) - exponent << T.uint32(23))
+            low, high = (T.reinterpret("float32", bits) for bits in (pair << T.uint32(16), pair & T.uint32(0xFFFF0000)))
+            ptx("cvt.rn.f16x2.f32", pair, high * c, low * c)
+        return [T.uint32(0x3C003C00)] * 4
 
 
 def _mma(d: list, a: list, b, c: list, kind: str):
