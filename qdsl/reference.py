@@ -420,7 +420,7 @@ def linear(
     of k roundings of the accumulator, taken at twice its standard deviation; integer sums are exact.  `offset` is the
     constant that a kernel's bit trick leaves in each code until the group is corrected: it enlarges the sum's terms.
     `kept` is how many bits below its largest term the multiplier keeps of a sum, if it is not a float32 (`_short_sums`).
-    `x_bits` is how many bits below the largest of a token kernels keep of x, if not all (`_cut`).
+    `x_bits` is how many bits below the largest of a token kernels keep of x, if not all (`cut`).
     `expert` chooses one of a stack.
     """
     scheme, k = scheme.in_phase(phase), x.shape[1]
@@ -453,11 +453,11 @@ def linear(
         if kept is not None:
             error = error + _short_sums(a, w, kept)
         if x_bits is not None:
-            error = error + _cut(a, x_bits) @ np.abs(w).T
+            error = error + cut(a, x_bits) @ np.abs(w).T
     return epilogue(scheme, acc, error, {**patterns, **computed})
 
 
-def _cut(a: np.ndarray, x_bits: int) -> np.ndarray:
+def cut(a: np.ndarray, x_bits: int) -> np.ndarray:
     """How far numbers of x may be off that are rounded to multiples of a power of two, for all that lie near each other, of which
     the largest has so many bits: one that is 255/256 of the next power of two or more, one more. Numbers that are multiples are
     not off."""
