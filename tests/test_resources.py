@@ -63,6 +63,17 @@ def test_nothing_spills_and_no_wgmma_waits_for_the_compiler(arch, weight, spille
     assert losses == []
 
 
+@pytest.mark.skipif(nvcc() is None, reason="needs nvcc, or its wheels")
+def test_planes_spill_nothing_that_their_loop_needs(tmp_path):
+    """Codes of 2 bits: some registers, of what is needed behind the loop."""
+    goal, weight = target("cuda", "sm_90a"), Weight("float16", 0, "u2", "float16", 128, dtype("u2"))
+    functions = {c.name: c.lower(c.name) for c in candidates(goal, weight) if c.name in ("p1", "p2")}
+    source = tmp_path / "kernels.cu"
+    source.write_text(host.emit(functions, goal, overlapped=goal.dependent_launch))
+    found, _ = host.resources(source, goal)
+    assert len(found) == 2 and all(used.spilled <= 16 for used in found.values()), found
+
+
 HOPPER = {tile.name: tile for tile in (*warp.tiles(), *wgmma.tiles())}
 
 

@@ -99,7 +99,6 @@ class PlaneTile(WarpTile):
 
     correct = "planes"
     stages_x = False
-    swizzle = 128
 
     def __post_init__(self):
         super().__post_init__()
@@ -112,6 +111,10 @@ class PlaneTile(WarpTile):
     @property
     def x_shape(self) -> tuple[int, ...]:
         return (0,)
+
+    @property
+    def swizzle(self) -> int:
+        return 128
 
     @property
     def plane_bytes(self) -> int:

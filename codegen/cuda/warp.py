@@ -65,7 +65,6 @@ class WarpTile:
     converts_fp8 = True  # in hardware, since sm_89
     looks_up_pairs = True
     stages_x = True  # tokens come through the ring, too
-    own_bytes = 0  # of shared memory that the consumers have for themselves
     direct = persistent = tail = turned = False
     halved = None
     early = True  # codes are asked for while the kernel before still runs
@@ -94,6 +93,11 @@ class WarpTile:
     @property
     def threads(self) -> int:
         return self.consumers + 32 * (1 + self.fill_warps)
+
+    @property
+    def own_bytes(self) -> int:
+        """Of shared memory that the consumers have for themselves."""
+        return 0
 
     @property
     def swizzle(self) -> int:
