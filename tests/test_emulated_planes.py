@@ -28,6 +28,7 @@ WEIGHTS = {
     "u2": Weight("float16", 0, "u2", "float16", 128, dtype("u2")),
     "u4": Weight("float16", 0, "u4", "e4m3", 32),
     "i4": Weight("bfloat16", 0, "i4", "bfloat16", 96, dtype("i4")),
+    "float-zero": Weight("float16", 0, "float16", "float16", 64, dtype("u2"), (), "float32", True),
     "i3-of-rows": Weight("float16", 0, "i3", "float16", 32, dtype("i3"), shared=(("zero", Shared(1, None)),)),
 }
 PLAIN = Weight("float16", 0, None, None, None, dtype("u2"))  # w = q, and no more
@@ -129,8 +130,6 @@ def test_which_weights_have_them():
     others = [
         Weight("float16", 0, "u3", "float16", 128, dtype("u2")),  # sums of more than 22 bits
         Weight("float16", 0, None, "float16", 48, dtype("u2")),
-        Weight("float16", 0, "float16", "float16", 64, dtype("u2")),
-        Weight("float16", 0, None, "float16", 64, dtype("u2"), offset="float16"),
         Weight("float16", 0, None, "float32", 64, dtype("u4"), tuple(map(float, range(16)))),
         Weight("bfloat16", 0, None, "e8m0", 32, dtype("e2m1")),
         Weight("float16", 0, "u5", "float16", 128, dtype("u5")),

@@ -58,7 +58,7 @@ class SumStep:
                 for r, value in enumerate(self._shifts(words.get("zero"))):
                     assign(self.shift, 2 * f + r, value)
             if self.weight.offset:
-                for r, value in enumerate(_offsets(self.k, words["offset"])):
+                for r, value in enumerate(offsets(self.k, words["offset"])):
                     assign(self.offset, 2 * f + r, value * T.float32(self.weight.factor(r)))
 
     @property
@@ -144,7 +144,7 @@ class WeightStep:
                     for r, value in enumerate(floats(self.k, self.weight.grouped[role], words[role])):
                         assign(target, 2 * f + r, value)
             if self.weight.offset:
-                for r, value in enumerate(_offsets(self.k, words["offset"])):
+                for r, value in enumerate(offsets(self.k, words["offset"])):
                     assign(self.offset, 2 * f + r, value)
 
     def _pack(self, f: int, words):
@@ -370,7 +370,7 @@ def halves(k: Kernel, dtype: str, words) -> tuple | None:
     return None
 
 
-def _offsets(k: Kernel, words) -> list:
+def offsets(k: Kernel, words) -> list:
     """Loaded words -> what is added to the weights of features c and c + 8."""
     return [-value if k.weight.subtract else value for value in floats(k, k.weight.offset, words)]
 

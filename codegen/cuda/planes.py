@@ -130,14 +130,14 @@ class PlaneTile(WarpTile):
 
 
 def _serves(weight: Weight | ByteWeight) -> bool:
-    if not isinstance(weight, Weight) or weight.table or weight.offset or not weight.code.is_integer:
+    if not isinstance(weight, Weight) or weight.table or not weight.code.is_integer:
         return False
-    if weight.code.bits not in FORMS or weight.zero not in (None, *INTEGERS) or (weight.group or 32) % 32:
+    if weight.code.bits not in FORMS or (weight.group or 32) % 32:
         return False
     # Sums are below 2^22 if codes less their zero points have no more bits than codes.
     most, sign = (1 << weight.code.bits) - 1, _sign(weight)
     low, high = weight.bias, weight.bias
-    if weight.zero:
+    if weight.zero in INTEGERS:
         kind, bits = weight.zero[0], int(weight.zero[1:])
         low, high = (
             (low - (1 << bits - 1), high + (1 << bits - 1) - 1) if kind == "i" else (low, high + (1 << bits) - 1)
@@ -164,7 +164,7 @@ class PlaneConsumer(Consumer):
         self.stage, self.planes = Stage(k.weight, tile), Planes(k, self.team, self.form)
         self.sums, self.anything = T.alloc_local([4 * tile.blocks], "uint32"), T.alloc_local([1], "uint32")
         self.less = T.alloc_local([4], "uint32")  # the sums of -1 in place of every code
-        self.start = T.alloc_local([4], "uint32")
+        self.start, self.taken = T.alloc_local([4], "uint32"), T.alloc_local([4], "float32")  # `less` as floats
         self.scaled = T.alloc_local([4 * tile.blocks], "float32")
         self.a, self.word = T.alloc_local([4], "uint32"), T.alloc_local([1], "uint32")
 
@@ -210,8 +210,13 @@ class PlaneConsumer(Consumer):
 
     @property
     def _weighed(self) -> bool:
-        """Whether anything is taken off sums."""
-        return bool(self.weight.zero or self._constant)
+        """Whether anything is taken off sums, or added for every number of x."""
+        return bool(self.weight.zero or self._constant or self.weight.offset)
+
+    @property
+    def _whole(self) -> bool:
+        """Whether zero points are loaded that are whole numbers."""
+        return self.weight.zero in INTEGERS
 
     @property
     def _constant(self) -> int:
@@ -227,13 +232,15 @@ class PlaneConsumer(Consumer):
             _mma(less, a, b, less if at else [T.uint32(0)] * 4, "s8")
         for r in self.tile.result:
             assign(self.start, r, less[r] * T.uint32(self._constant) + T.uint32(WHOLE))
+            if self.weight.offset or (self.weight.zero and not self._whole):
+                assign(self.taken, r, _float(less[r] + T.uint32(WHOLE)))
 
     def _start(self, f: int, groups) -> list:
         """What the sums of a block begin with; in columns that nobody looks at, with anything."""
         found = [self.anything[0]] * 4
         for r in self.tile.result:
             found[r] = self.start[r] if self._weighed else T.uint32(WHOLE)
-            if self.weight.zero:
+            if self._whole:
                 zero = correct.zero_point(self.weight, groups, r // 2)
                 assign(self.sums, 4 * f + r, zero * self.less[r] + self.start[r])
                 found[r] = self.sums[4 * f + r]
@@ -265,11 +272,15 @@ class PlaneConsumer(Consumer):
 
     def _scale(self, f: int, groups, step: int):
         """The sums of a block and a step, as floats, times their scales."""
-        scales = correct.floats(self.k, self.weight.scale, groups["scale"]) if self.weight.scale else None
+        weight = self.weight
+        scales = correct.floats(self.k, weight.scale, groups["scale"]) if weight.scale else None
+        zeros = correct.floats(self.k, weight.zero, groups["zero"]) if weight.zero and not self._whole else None
+        offsets = correct.offsets(self.k, groups["offset"]) if weight.offset else None
         for r in self.tile.result:
-            at = 4 * f + r
-            value = T.reinterpret("float32", self.sums[at]) - T.float32(1.5 * 2**23)
+            at, value = 4 * f + r, _float(self.sums[4 * f + r])
+            value = value + zeros[r // 2] * self.taken[r] if zeros else value
             value = value * scales[r // 2] if scales else value
+            value = value - offsets[r // 2] * self.taken[r] if offsets else value
             assign(self.scaled, at, self.scaled[at] + value if step else value)
 
     def _finish(self):
@@ -390,6 +401,11 @@ class Planes:
             low, high = (T.reinterpret("float32", bits) for bits in (pair << T.uint32(16), pair & T.uint32(0xFFFF0000)))
             ptx("cvt.rn.f16x2.f32", pair, high * c, low * c)
         return [T.uint32(0x3C003C00)] * 4
+
+
+def _float(bits):
+    """A sum that began with `WHOLE`."""
+    return T.reinterpret("float32", bits) - T.float32(1.5 * 2**23)
 
 
 def _mma(d: list, a: list, b, c: list, kind: str):
