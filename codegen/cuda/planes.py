@@ -280,8 +280,8 @@ class PlaneConsumer(Consumer):
             at, value = 4 * f + r, _float(self.sums[4 * f + r])
             value = value + zeros[r // 2] * self.taken[r] if zeros else value
             value = value * scales[r // 2] if scales else value
-            value = value - offsets[r // 2] * self.taken[r] if offsets else value
-            assign(self.scaled, at, self.scaled[at] + value if step else value)
+            total = self.scaled[at] + value if step else value
+            assign(self.scaled, at, total - offsets[r // 2] * self.taken[r] if offsets else total)
 
     def _finish(self):
         """Of a feature and a token, the lanes' sums of planes are added."""
