@@ -233,7 +233,7 @@ def test_stages_half_as_long_where_two_would_fill_the_ring(tmp_path):
 @NEEDS
 def test_gate_and_up_through_every_way_to_store(tmp_path):
     """Two rows of a fragment make one feature of y: the sums of a warp, of teams, of clusters, and of warpgroups."""
-    names = ("t8", "t16_split", "w32_narrow", "w64_tail", "w152", "w256_tail", "w128_split")
+    names = ("p2", "t8", "t16_split", "w32_narrow", "w64_tail", "w152", "w256_tail", "w128_split")
     scheme, goal = qdsl.load(TEST_SCHEMES / "gate_up_channel.q"), target("cuda", "sm_90a")
     planned = plan(scheme, goal)
     functions = {name: f for name, f in main_loop.lower(planned).items() if name.removeprefix("linear_") in names}
@@ -247,7 +247,9 @@ def test_gate_and_up_through_every_way_to_store(tmp_path):
             given.append(packed(buffer, declared, patterns[arg], Inputs(k)))
             assert np.array_equal(unpacked(buffer, declared, given[-1], patterns[arg].shape, Inputs(k)), patterns[arg])
         x = torch.from_numpy(np.random.default_rng(1).standard_normal((m, k))).half()
-        expected = reference.linear(scheme, x.double().numpy(), patterns, n, offset=planned.offset)
+        expected = reference.linear(
+            scheme, x.double().numpy(), patterns, n, offset=planned.offset, x_bits=planned.x_bits
+        )
         for name in functions:
             y = torch.full((m, n // 2), float("nan"), dtype=torch.float16)
             module[name](x, *given, y)

@@ -2,7 +2,8 @@
 
     global memory --ring: two producer warps--> shared memory --consumers--> accumulators --store--> y
 
-What the consumers do is the tile's: warps that multiply few tokens (`warp`), or warpgroups that multiply many (`wgmma`).
+What the consumers do is the tile's: warps that multiply few tokens (`warp`; narrow codes as bytes, `planes`), or warpgroups
+that multiply many (`wgmma`).
 A CTA computes a part of y, features x tokens; or the `split` CTAs of a cluster do, each over its share of k. `reduce` adds
 their sums then, as it does with those of the teams of one CTA.
 
@@ -290,7 +291,8 @@ def order(weight: Weight, tile: Cut) -> str | None:
     """Names the order in which the products of one number of y are summed; equal names, equal bits (see `Stage.order`).
 
     A team goes through its stages by rising k, 16 of k at a time, whatever else the tile says; where sums are corrected,
-    they are rounded after every step as well. None: how many parts there are decides which of them are summed in halves.
+    they are rounded after every step as well. Sums of planes of bytes are rounded after a step alone, and after a stage, and
+    so is x, by what is in the stage. None: how many parts there are decides which of them are summed in halves.
     """
     if weight.sums == "uint32":
         return "integers"  # are summed exactly in any order
