@@ -29,7 +29,7 @@ from qdsl.transform import passes, transformed
 
 if TYPE_CHECKING:
     from qdsl.codegen.cuda.weight import Weight
-    from qdsl.codegen.cuda.wgmma_bytes import ByteWeight
+    from qdsl.codegen.cuda.byte_weight import ByteWeight
 
 VECTOR = 16  # output features in one CPU vector, or neighbouring threads of a SIMT kernel
 
@@ -51,6 +51,7 @@ class MainLoop:
     activation: str | None = None  # the codes that x is quantized to, which are multiplied instead of x
     token_scale: str | None = None  # their grouped scale's name
     corrected: bool = False  # what a token's codes are off by is taken off its sums
+    matrices: bool = False  # codes of bytes lie as `wgmma` reads them, not as fragments
 
     @property
     def grouped(self) -> tuple[str, ...]:
@@ -399,7 +400,17 @@ def _byte_loop(scheme: Scheme, weight: Split, activation: Split, target: Target)
         return None
     if of_tokens and scheme.tensor(of_tokens).index[0] != Var("m"):
         return None
-    return MainLoop(code.name, scale, None, 0, group, activation=name, token_scale=of_tokens, corrected=corrected)
+    return MainLoop(
+        code.name,
+        scale,
+        None,
+        0,
+        group,
+        activation=name,
+        token_scale=of_tokens,
+        corrected=corrected,
+        matrices=target.matrices,
+    )
 
 
 def _of_tokens(e: Expr, scheme: Scheme) -> bool:
@@ -410,7 +421,7 @@ def _of_tokens(e: Expr, scheme: Scheme) -> bool:
 
 
 def in_bytes(operand: DType) -> DType:
-    """The type that wgmma multiplies operands in: there is none for 4 bits, and a byte holds each of those."""
+    """The type that bytes are multiplied in: there is none for 4 bits, and a byte holds each of those."""
     return dtype("i8") if operand == dtype("i4") else operand
 
 
@@ -576,7 +587,7 @@ def _buffer(
         own = places(t.dtype, scheme.compute.operand.mantissa) if placed else ()
         layout = _layout(t, scheme, tile, looked_up, own)
         if loop and loop.activation and t.name == loop.code:
-            layout = fragment_bytes() if t.dtype.bits == 4 else byte_matrices()
+            layout = byte_matrices() if loop.matrices and t.dtype.bits == 8 else fragment_bytes(t.dtype.bits)
     if t.dtype.bits <= 8:
         return Buffer(t.name, f"uint{layout.word}", layout, order, parts)
     native = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "i32": "int32", "idx": "int32"}
@@ -671,15 +682,18 @@ def places(code: DType, mantissa: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def fragment_bytes() -> Layout:
+def fragment_bytes(bits: int) -> Layout:
     """The A fragment of 32 inputs, bytes: n = r:2 c:8, k = h:2 t:4 p:4.  A lane is (c t) and has four steps s = 2 u + v of
-    128 inputs. Codes of 4 bits: a byte has those of both r."""
+    128 inputs, for 16 bytes at a time one after the other. Codes of 4 bits: a byte has those of both r, and two steps are 16
+    bytes of a lane."""
     dims = (
         (Digit("o"), Digit("r", 2), Digit("c", 8)),
         (Digit("i"), Digit("u", 2), Digit("v", 2), Digit("h", 2), Digit("t", 4), Digit("p", 4)),
     )
-    words = Axis(("v", "h"), (Run((Lane("p"), Lane("r"))),))
-    return Layout(dims, (Axis(("o",)), Axis(("i",)), Axis(("u", "c", "t")), words), 4, 32)
+    outer = (Axis(("o",)), Axis(("i",)))
+    if bits == 8:
+        return Layout(dims, (*outer, Axis(("u", "v", "c", "t")), Axis(("h", "r"), (Run((Lane("p"),)),))), 8, 32)
+    return Layout(dims, (*outer, Axis(("u", "c", "t")), Axis(("v", "h"), (Run((Lane("p"), Lane("r"))),))), 4, 32)
 
 
 def byte_matrices() -> Layout:

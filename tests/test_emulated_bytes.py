@@ -1,4 +1,4 @@
-"""Products of bytes on Hopper, emulated: quantized activations by quantized weights, from the scheme to y."""
+"""Products of bytes on tensor cores, emulated: quantized activations by quantized weights, from the scheme to y."""
 
 from __future__ import annotations
 
@@ -41,12 +41,13 @@ ALL_KERNELS = ("int8", "blocks", "w4a8-groups")  # the others differ in what com
 WHOLE, NIBBLES = ("w16", "w16_split", "w64_wide", "w128_tail"), ("w16", "w16_split", "w64_tail", "w128")
 
 
-def run(scheme: Scheme, names, shapes, folder: Path) -> dict[str, float]:
+def run(scheme: Scheme, names, shapes, folder: Path, arch: str = "sm_90a") -> dict[str, float]:
     """The worst error of each kernel over its bound."""
-    goal = target("cuda", "sm_90a")
+    goal = target("cuda", arch)
     planned = plan(scheme, goal)
     wanted = {step.function for v in planned.variants if v.name in names for step in v.steps}
-    module = library(host.emit({n: f for n, f in lower(planned).items() if n in wanted}, goal, True), folder)
+    functions = {n: f for n, f in lower(planned).items() if n in wanted}
+    module = library(host.emit(functions, goal, planned.overlapped), folder)
     worst: dict[str, float] = {}
     for m, n, k in shapes:
         patterns = reference.random_patterns(scheme, np.random.default_rng(0), n, k)
@@ -100,10 +101,28 @@ def test_many_tokens(name, tmp_path):
     assert worst.keys() == set(MANY[name]) and max(worst.values()) <= 1, worst
 
 
+OLDER = {
+    ("int8", "sm_80"): ("b1", "b16", "b128"),
+    ("zero-points", "sm_80"): ("b8", "b64"),
+    ("w4a8-groups", "sm_86"): ("b32", "b128"),
+    ("blocks", "sm_89"): ("b1", "b64", "b128"),
+    ("powers-of-two", "sm_90"): ("b16",),
+    ("e5m2", "sm_120"): ("b32",),
+}
+
+
+@NEEDS
+@pytest.mark.parametrize(("name", "arch"), OLDER)
+def test_mma_of_bytes(name, arch, tmp_path):
+    """Of architectures without wgmma: int8 since sm_80, fp8 since sm_89."""
+    worst = run(SCHEMES[name], OLDER[name, arch], [(3, 72, 208), (70, 40, 1040)], tmp_path, arch)
+    assert worst.keys() == set(OLDER[name, arch]) and max(worst.values()) <= 1, worst
+
+
 def test_what_is_no_product_of_codes_alone_stays_portable():
     for name in ("w4a8", "nvfp4", "mxfp8a8"):
         assert plan(qdsl.load(name), target("cuda", "sm_90a")).main_loop is None
-    assert plan(qdsl.load("w8a8_dynamic"), target("cuda", "sm_89")).main_loop is None
+    assert plan(qdsl.load("fp8_dynamic"), target("cuda", "sm_86")).main_loop is None
 
 
 @pytest.mark.parametrize(

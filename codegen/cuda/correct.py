@@ -15,7 +15,7 @@ from qdsl.codegen.cuda.decode import Emitter
 from qdsl.codegen.cuda.fragments import mma
 from qdsl.codegen.cuda.kernel import Kernel
 from qdsl.codegen.cuda.stage import Stage, group_bytes
-from qdsl.codegen.cuda.weight import INTEGERS, NIBBLES, Weight
+from qdsl.codegen.cuda.weight import BYTES, INTEGERS, NIBBLES, Weight
 
 
 class SumStep:
@@ -332,6 +332,14 @@ def load_groups(k: Kernel, views, slot, f: int, step) -> dict[str, list]:
         load = {8: "u8", 16: "u16", 32: "b32", 64: "v2.b32"}[group_bytes(dtype)]
         ptx(f"ld.shared.{load}", *loaded[role], address)
     return loaded
+
+
+def scale_of_block(k: Kernel, views, slot, block, step):
+    """The scale that all features of a block of 16 have (`Weight.uniform`), in float32."""
+    word, kind = T.alloc_local([1], "uint32"), k.weight.scale
+    load = {1: "u8", 2: "u16", 4: "b32"}[BYTES[kind]]
+    ptx(f"ld.shared.{load}", word[0], views["scale"].ptr(slot, block, step, 0))
+    return floats(k, kind, [word[0]])[0]
 
 
 def group_place(k: Kernel, dtype: str):

@@ -12,7 +12,7 @@ from qdsl.codegen.cuda import inputs, mma
 from qdsl.codegen.cuda.candidates import candidates
 from qdsl.codegen.cuda.reduce import Epilogue, Load
 from qdsl.codegen.cuda.weight import Shared, Weight
-from qdsl.codegen.cuda.wgmma_bytes import ByteWeight
+from qdsl.codegen.cuda.byte_weight import ByteWeight
 from qdsl.codegen.function import Parameters, buffer_shape
 from qdsl.codegen.plan import MainLoop, Plan, epilogue_tensors, in_bytes, place_in
 from qdsl.codegen.tir import as_float, storage, translate
@@ -57,6 +57,7 @@ def weight_of(scheme: Scheme, loop: MainLoop) -> Weight | ByteWeight:
             Shared(place.features, place.inputs and place.inputs // 2) if place else None,
             loaded(loop.token_scale),
             loop.corrected,
+            loop.matrices,
         )
     compute, code = storage(scheme.compute.operand), scheme.code.dtype
     index = dtype(f"u{code.bits}") if loop.table else code

@@ -25,7 +25,7 @@ from qdsl.codegen.cuda.fragments import load_codes
 from qdsl.codegen.cuda.kernel import Kernel
 from qdsl.codegen.cuda.ring import ROW, Ring
 from qdsl.codegen.cuda.warpgroup import Warpgroup
-from qdsl.codegen.cuda.wgmma_bytes import ByteWeight
+from qdsl.codegen.cuda.byte_weight import ByteWeight
 
 
 def tiles() -> tuple[WarpgroupTile, ...]:

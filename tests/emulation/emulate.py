@@ -82,6 +82,10 @@ _INSTRUCTIONS: list[tuple[str, str]] = [
     (r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(b?f16)\.b?f16\.f32 .*",
      "float* d[] = {{&{0}, &{1}, &{2}, &{3}}}; uint32_t a[] = {{{4}, {5}, {6}, {7}}}, b[] = {{{8}, {9}}}; "
      "float c[] = {{{10}, {11}, {12}, {13}}}; simt::mma(BF(\\1), d, a, b, c)"),
+    (r"mma\.sync\.aligned\.m16n8k32\.row\.col\.(?:f32|s32)\.(s8|e4m3|e5m2)\.\1\.(?:f32|s32) .*",
+     "void* d[] = {{&{0}, &{1}, &{2}, &{3}}}; uint32_t a[] = {{{4}, {5}, {6}, {7}}}, b[] = {{{8}, {9}}}; "
+     "uint32_t c[] = {{std::bit_cast<uint32_t>({10}), std::bit_cast<uint32_t>({11}), std::bit_cast<uint32_t>({12}), "
+     "std::bit_cast<uint32_t>({13})}}; simt::mma_bytes(simt::value_\\1, d, a, b, c)"),
     (r"shfl\.sync\.idx\.b32 .*", "{0} = simt::shuffle({1}, {2})"),
     (r"shfl\.sync\.bfly\.b32 .*", "{0} = simt::shuffle({1}, simt::now->lane() ^ {2})"),
     (r"(max|min)\.NaN\.f32 .*", "{0} = isnan({1}) || isnan({2}) ? NAN : f\\1f({1}, {2})"),
