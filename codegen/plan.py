@@ -19,17 +19,17 @@ from qdsl.codegen.simd.blocked import codes as blocked_codes
 from qdsl.codegen.target import Target
 from qdsl.diagnostic import Diagnostic, TargetError, error
 from qdsl.dtype import DType, dtype
-from qdsl.expr import Binary, Expr, Item, Negate, Number, Ref, evaluate, interval, names, of_dtype
+from qdsl.expr import Binary, Expr, Item, Negate, Number, Range, Ref, evaluate, interval, names, of_dtype
 from qdsl.layout import Axis, Digit, Lane, Layout, Run, plain
 from qdsl.manifest import Buffer, Step, Variant
 from qdsl.order import ORDERED, SOURCE, Order
-from qdsl.scheme import Gather, Group, Scheme, Tensor, Var
-from qdsl.split import Split, ranges, split
+from qdsl.scheme import Activation, Gather, Group, Operand, Scheme, Tensor, Var
+from qdsl.split import WIDENED, Split, ranges, split
 from qdsl.transform import passes, transformed
 
 if TYPE_CHECKING:
-    from qdsl.codegen.cuda.weight import Weight
     from qdsl.codegen.cuda.byte_weight import ByteWeight
+    from qdsl.codegen.cuda.weight import Weight
 
 VECTOR = 16  # output features in one CPU vector, or neighbouring threads of a SIMT kernel
 
@@ -52,6 +52,12 @@ class MainLoop:
     token_scale: str | None = None  # their grouped scale's name
     corrected: bool = False  # what a token's codes are off by is taken off its sums
     matrices: bool = False  # codes of bytes lie as `wgmma` reads them, not as fragments
+    widened: DType | None = None  # what both operands are multiplied as, if not as the declared type
+    from_codes: tuple[str, ...] = ()  # the tensors of which x is made then
+
+    def operand(self, scheme: Scheme) -> DType:
+        """The type that x and the weight are multiplied in."""
+        return self.widened or scheme.compute.operand
 
     @property
     def grouped(self) -> tuple[str, ...]:
@@ -64,7 +70,7 @@ class MainLoop:
             scheme.tensor(name).dtype if name else None for name in (self.scale, self.zero, self.offset)
         )
         kind = None if zero is None else "float" if zero.is_float else str(zero)
-        return Key(str(scheme.compute.operand), scale and str(scale), kind, self.group, str(scheme.code.dtype),
+        return Key(str(self.operand(scheme)), scale and str(scale), kind, self.group, str(scheme.code.dtype),
                    offset and str(offset), len(self.table), self.order is not None)  # fmt: skip
 
     def __str__(self) -> str:
@@ -79,6 +85,7 @@ class MainLoop:
         about = ["one group along k" if self.group is None else f"groups of {self.group} along k"]
         about += [str(self.order)] if self.order else []
         about += [f"{self.parts} features of the weight for one of y"] if self.parts > 1 else []
+        about += [f"as {self.widened}, exactly, as is {' * '.join(self.from_codes)}"] if self.widened else []
         return f"tensor cores: {core}, {', '.join(about)}"
 
 
@@ -157,21 +164,24 @@ def plan(scheme: Scheme, target: Target, held: Mapping[str, Buffer] | None = Non
     x_split = split(activation.operand, compute.operand, "x") if activation else _identity(compute.operand)
     assert isinstance(weight, Split) and isinstance(x_split, Split), "checked schemes split"
     loop = _byte_loop(scheme, weight, x_split, target) if activation else _main_loop(scheme, weight, target)
+    if activation and loop is None and (wide := _widened(scheme, activation, target)):
+        loop, weight, x_split = wide
     step = _step(scheme, weight, x_split)
     simd = blocked(scheme, weight, x_split, target, step, _core(scheme, weight))
     buffers = tuple(_buffer(t, scheme, target, loop, simd) for t in scheme.tensors if t.loaded)
     if held and any(held.get(b.tensor, b) != b for b in buffers):
         loop, simd, buffers = None, None, tuple(held.get(b.tensor, b) for b in buffers)
     multiply, notes = _multiply(scheme, target) if loop is None and simd is None else (compute.operand, ())
-    if loop and loop.activation:
-        multiply = in_bytes(compute.operand)
+    if loop:
+        multiply = in_bytes(compute.operand) if loop.activation else loop.operand(scheme)
     loaded = [b.tensor for b in buffers if b.tensor not in transform_only(scheme)]
     computed = [t for t in activation.operand.tensors if not t.loaded] if activation else []
     quantize = (*transform_steps(scheme), *_quantize(scheme, target, computed))
     given = (*([transformed(activation)] if "x" in names(x_split.core) else []), *(t.name for t in computed))
     portable = Step("linear", (*given, *loaded, "y"))
     if loop is not None:
-        variants, table = _main_loop_variants(scheme, target, loop, (*quantize, portable) if activation else ())
+        steps = (*quantize, Step("widen", (*loop.from_codes, WIDENED)) if loop.widened else portable)
+        variants, table = _main_loop_variants(scheme, target, loop, steps if activation else ())
     elif simd is not None:
         args = tuple(dict.fromkeys((transformed(activation), *loaded, "y")))
         variants, table = _simd_variants(simd, transform_steps(scheme), args)
@@ -289,12 +299,12 @@ def _max_k(scheme: Scheme, weight: Split, activation: Split, step: int | None) -
 
 
 # ---- the tensor-core main loop -----------------------------------------------------------------------------------
-def _main_loop(scheme: Scheme, weight: Split, target: Target) -> MainLoop | None:
+def _main_loop(scheme: Scheme, weight: Split, target: Target, widened: DType | None = None) -> MainLoop | None:
     """The main loop's view of the weight; None when the equation is neither `(code - zero) * scale + offset` nor
     `f(code) * scale + offset`, where all but the code may be missing."""
     code = scheme.code
-    operand = scheme.compute.operand
-    if operand.name not in target.fragments or scheme.activations:
+    operand = widened or scheme.compute.operand
+    if operand.name not in target.fragments:
         return None
     _, parts = scheme.output.half or ("", 1)
     if parts > 2:  # rows of a block of 16 that a lane has together are two
@@ -325,7 +335,17 @@ def _main_loop(scheme: Scheme, weight: Split, target: Target) -> MainLoop | None
         order = Order(next(iter(named)), group, -(-group // 16) * 16)
         group = order.padded
     found = MainLoop(
-        code.name, scale or None, name or None, constant, group, table, offset[0] or None, offset[1], order, parts
+        code.name,
+        scale or None,
+        name or None,
+        constant,
+        group,
+        table,
+        offset[0] or None,
+        offset[1],
+        order,
+        parts,
+        widened=widened,
     )
     return None if _weight(scheme, found).problem else found
 
@@ -418,6 +438,38 @@ def _of_tokens(e: Expr, scheme: Scheme) -> bool:
     tensors = {name: scheme.tensor(name) for name in names(e)}
     known = all(t.index in ((), (Var("m"),)) for t in tensors.values())
     return known and interval(e, ranges(tensors)).size <= 128 and interval(e, ranges(tensors)).quantum >= 1
+
+
+def _widened(scheme: Scheme, activation: Activation, target: Target) -> tuple[MainLoop, Split, Split] | None:
+    """The main loop that multiplies codes of both operands, times their scales of groups, as 16-bit floats of y's type; None
+    where these are not exact, or sums are not of floats. With the equations as they are split for that type.
+
+    A multiplier of such codes would do twice the products in a time, or more; the target has none that takes these.
+    """
+    half = scheme.output.dtype
+    weight, x = split(scheme.weight, half, "w"), split(activation.operand, half, "x")
+    if not (isinstance(weight, Split) and isinstance(x, Split) and scheme.compute.accumulator.is_float):
+        return None
+    if x.correction is not None or not all(
+        _exact(s, o, half) for s, o in ((weight, scheme.weight), (x, activation.operand))
+    ):
+        return None
+    loop = _main_loop(scheme, weight, target, half)
+    used = names(x.core if x.fold is None else Binary("*", x.core, x.fold))
+    return (replace(loop, from_codes=tuple(dict.fromkeys(used))), weight, x) if loop else None
+
+
+def _exact(operand: Split, of: Operand, half: DType) -> bool:
+    """Whether codes times their scales of groups are numbers of a 16-bit type. bf16 has the exponents of float32, in which
+    other kernels multiply them: there powers of two are as exact (of numbers below 2^-126 it has fewer bits)."""
+    known = ranges({t.name: t for t in of.tensors})
+    anything = dtype("e8m0").max <= half.max
+
+    def found(e: Expr) -> Range:
+        power = anything and any(e == Ref(t.name) and t.dtype == dtype("e8m0") for t in of.tensors)
+        return Range(1.0, 1.0, 1.0, 1) if power else known(e)
+
+    return interval(operand.core if operand.fold is None else Binary("*", operand.core, operand.fold), found).fits(half)
 
 
 def in_bytes(operand: DType) -> DType:
@@ -523,19 +575,21 @@ def place_in(loop: MainLoop, t: Tensor, scheme: Scheme) -> Place | None:
 
 
 def _main_loop_variants(
-    scheme: Scheme, target: Target, loop: MainLoop, portable: Sequence[Step]
+    scheme: Scheme, target: Target, loop: MainLoop, before: Sequence[Step]
 ) -> tuple[tuple[Variant, ...], Table]:
     """The kernels, and the choice among them.
 
-    portable  what computes y where no kernel can, with the steps before it; none: there are kernels for every k
+    before    what computes the operand of x; the last step, if it is the portable one, computes y where no kernel can
     """
     from qdsl.codegen.cuda import measured, model
     from qdsl.codegen.cuda.candidates import candidates
 
     given = [loop.code, *loop.grouped, *([loop.token_scale] if loop.token_scale else [])]
-    before, x, rest = tuple(portable[:-1]), loop.activation or "x", epilogue_tensors(scheme, loop)
+    portable = before if loop.activation else ()
+    before, x = (before[:-1], loop.activation) if loop.activation else (before, WIDENED if loop.widened else "x")
+    rest = epilogue_tensors(scheme, loop)
     if loop.order:
-        before, x = (Step("order_inputs", ("x", SOURCE, ORDERED)),), ORDERED
+        before, x = (*before, Step("order_inputs", (x, SOURCE, ORDERED))), ORDERED
     weight = _weight(scheme, loop)
     kernels = candidates(target, weight)
     variants = tuple(
@@ -559,8 +613,8 @@ def _main_loop_variants(
 def epilogue_tensors(scheme: Scheme, loop: MainLoop) -> list[str]:
     """What kernels take for their epilogue: what is computed of x beside its codes, then what is loaded beside the weight; not
     what x alone is prepared with."""
-    activation = scheme.activation() if loop.activation else None
-    taken = {loop.code, *loop.grouped, loop.activation, loop.token_scale}
+    activation = scheme.activation()
+    taken = {loop.code, *loop.grouped, loop.activation, loop.token_scale, *loop.from_codes}
     if activation:
         taken |= {t.name for t in activation.operand.loaded} - set(names(activation.operand.decode))
     found = [t for t in scheme.tensors if t.name not in taken and t.role != "index"]
@@ -584,7 +638,7 @@ def _buffer(
         tile = loop is not None or (target.kind == "cuda" and scheme.code.dtype.bits == 4)
         looked_up = loop is not None and bool(loop.table)
         placed = loop is not None and not looked_up and t == scheme.code
-        own = places(t.dtype, scheme.compute.operand.mantissa) if placed else ()
+        own = places(t.dtype, loop.operand(scheme).mantissa) if placed else ()
         layout = _layout(t, scheme, tile, looked_up, own)
         if loop and loop.activation and t.name == loop.code:
             layout = byte_matrices() if loop.matrices and t.dtype.bits == 8 else fragment_bytes(t.dtype.bits)

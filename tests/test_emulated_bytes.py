@@ -20,6 +20,7 @@ from qdsl.order import Inputs
 from qdsl.runtime import repack
 from qdsl.runtime.buffer import packed
 from qdsl.scheme import Scheme
+from qdsl.split import WIDENED
 
 NEEDS = pytest.mark.skipif(nvcc() is None, reason="needs the headers of CUDA, which come with nvcc")
 SCHEMES = {
@@ -46,8 +47,7 @@ def run(scheme: Scheme, names, shapes, folder: Path, arch: str = "sm_90a") -> di
     goal = target("cuda", arch)
     planned = plan(scheme, goal)
     wanted = {step.function for v in planned.variants if v.name in names for step in v.steps}
-    functions = {n: f for n, f in lower(planned).items() if n in wanted}
-    module = library(host.emit(functions, goal, planned.overlapped), folder)
+    module = library(host.emit(lower(planned, wanted), goal, planned.overlapped), folder)
     worst: dict[str, float] = {}
     for m, n, k in shapes:
         patterns = reference.random_patterns(scheme, np.random.default_rng(0), n, k)
@@ -61,7 +61,7 @@ def run(scheme: Scheme, names, shapes, folder: Path, arch: str = "sm_90a") -> di
             kind = torch.uint8 if t.dtype.bits == 8 or t.role == "code" else torch.float32
             given |= {t.name: torch.full(t.held_shape(sizes, scheme) or (1,), 255, dtype=kind)}
         given |= {
-            name: torch.full((m, k), torch.nan)
+            name: torch.full((m, k), torch.nan, dtype=x.dtype if name == WIDENED else torch.float32)
             for v in planned.variants[:1]
             for s in v.steps
             for name in s.args
@@ -102,12 +102,10 @@ def test_many_tokens(name, tmp_path):
 
 
 OLDER = {
-    ("int8", "sm_80"): ("b1", "b16", "b128"),
-    ("zero-points", "sm_80"): ("b8", "b64"),
-    ("w4a8-groups", "sm_86"): ("b32", "b128"),
-    ("blocks", "sm_89"): ("b1", "b64", "b128"),
-    ("powers-of-two", "sm_90"): ("b16",),
-    ("e5m2", "sm_120"): ("b32",),
+    ("int8", "sm_80"): ("b1", "b128"),
+    ("zero-points", "sm_80"): ("b8",),
+    ("w4a8-groups", "sm_86"): ("b32",),
+    ("blocks", "sm_89"): ("b16", "b64"),
 }
 
 
@@ -119,10 +117,26 @@ def test_mma_of_bytes(name, arch, tmp_path):
     assert worst.keys() == set(OLDER[name, arch]) and max(worst.values()) <= 1, worst
 
 
+WIDENED_CODES = {
+    ("nvfp4", "sm_90a"): ("t8", "w64"),
+    ("mxfp8a8", "sm_89"): ("m1",),
+    ("fp8_block_ue8m0", "sm_80"): ("m64",),
+}
+
+
+@NEEDS
+@pytest.mark.parametrize(("name", "arch"), WIDENED_CODES)
+def test_codes_that_a_target_cannot_multiply_are_widened_exactly(name, arch, tmp_path):
+    kernels = WIDENED_CODES[name, arch]
+    worst = run(qdsl.load(name), kernels, [(3, 72, 208), (20, 40, 144)], tmp_path, arch)
+    assert worst.keys() == set(kernels) and max(worst.values()) <= 1, worst
+
+
 def test_what_is_no_product_of_codes_alone_stays_portable():
-    for name in ("w4a8", "nvfp4", "mxfp8a8"):
-        assert plan(qdsl.load(name), target("cuda", "sm_90a")).main_loop is None
-    assert plan(qdsl.load("fp8_dynamic"), target("cuda", "sm_86")).main_loop is None
+    """Scales of groups in float32 are no factors of 16-bit floats, and sums of 16-bit floats are none of integers."""
+    for name, arch in (("w4a8", "sm_90a"), ("fp8_block", "sm_86"), ("w4a8_fp8", "sm_80"), ("w4a16_int", "sm_90a")):
+        assert plan(qdsl.load(name), target("cuda", arch)).main_loop is None
+    assert plan(qdsl.load("mxfp8a8", act="f16"), target("cuda", "sm_90a")).main_loop is None, "f16 has fewer exponents"
 
 
 @pytest.mark.parametrize(

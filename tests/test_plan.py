@@ -68,7 +68,7 @@ def test_codes_of_any_kind_take_the_main_loop(name, params, core, lanes):
     [
         ("awq4", {"act": "f32"}),
         ("w4a8", {}),
-        ("w8a8_static", {}),
+        ("fp8_block", {}),
     ],
 )
 def test_what_the_main_loop_does_not_know_is_portable(name, params):

@@ -9,9 +9,9 @@ import pytest
 import qdsl
 from qdsl.cache import nvcc
 from qdsl.codegen.cuda import hopper, host, main_loop, mma, warp, wgmma
+from qdsl.codegen.cuda.byte_weight import ByteWeight
 from qdsl.codegen.cuda.candidates import candidates
 from qdsl.codegen.cuda.weight import Shared, Weight
-from qdsl.codegen.cuda.byte_weight import ByteWeight
 from qdsl.codegen.plan import plan
 from qdsl.codegen.target import target
 from qdsl.dtype import dtype
@@ -143,7 +143,7 @@ def test_a_chain_of_kernels_overlaps_from_sm_90_on():
 def test_all_who_read_what_the_predecessor_computes_wait_for_it(name, kernel, waits):
     """What the emulation can't see: there, a kernel begins when the one before has ended."""
     planned = plan(qdsl.load(name), target("cuda", "sm_90a"))
-    function = main_loop.lower(planned)[f"linear_{kernel}"]
+    (function,) = main_loop.lower(planned, [f"linear_{kernel}"]).values()
     text = host.emit({kernel: function}, planned.target, overlapped=True)
     assert text.count("tvm_builtin_ptx_griddepcontrol_wait();") == waits
 

@@ -11,12 +11,12 @@ from dataclasses import dataclass
 from tvm import tirx
 
 from qdsl.codegen.cuda import hopper, mma, mma_bytes, stage, warp, wgmma
+from qdsl.codegen.cuda.byte_weight import ByteWeight
 from qdsl.codegen.cuda.model import Work
 from qdsl.codegen.cuda.reduce import SUM
 from qdsl.codegen.cuda.stage import SHARED, Stage
 from qdsl.codegen.cuda.tile import Tile
 from qdsl.codegen.cuda.weight import Weight
-from qdsl.codegen.cuda.byte_weight import ByteWeight
 from qdsl.codegen.target import Target
 
 

@@ -110,7 +110,7 @@ def lower(
                 overlap.let_in()
             steps = STEPS[tile.correct](k)
             acc = _main_loop(k, steps)
-            if epilogue.correct:
+            if isinstance(steps, ByteStep) and epilogue.correct:
                 steps.correct(acc, lambda m: epilogue.correction(m, others))
             store_partials(k, acc)
             reduce(k, tile.cluster, epilogue, others, own["y"])

@@ -38,7 +38,9 @@ class ByteStep:
     """
 
     def __init__(self, k: Kernel):
-        self.k, self.tile, self.weight = k, k.tile, k.weight
+        weight = k.weight
+        assert isinstance(weight, ByteWeight)
+        self.k, self.tile, self.weight = k, k.tile, weight
         features, tokens = self.tile.feature_tiles, self.tile.token_tiles
         self.a = T.alloc_local([4], "uint32")
         if self.weight.promoted:

@@ -7,6 +7,7 @@ in matrices of 8 features by 16 bytes; those of nibbles from registers (`byte_we
 from __future__ import annotations
 
 from collections.abc import Sequence
+
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
