@@ -37,14 +37,24 @@ class ByteStep:
     acc += scale of the group * scale of the token * sum, or, where there are no scales of groups, acc += sum
     """
 
+    k: Kernel
+    tile: Tile
+    weight: ByteWeight
+    a: tirx.Buffer  # a fragment out of nibbles
+    sums: tirx.Buffer | None  # of a step's products, where they are promoted
+    scale: tirx.Buffer | None  # of the group: features c and c + 8 of every feature tile
+    totals: tirx.Buffer | None  # of codes, by feature, where tokens are corrected by them
+    start: bool  # the next products are the first of a step
+    place: tuple  # of the step: views, slot, step
+
     def __init__(self, k: Kernel):
         weight = k.weight
         assert isinstance(weight, ByteWeight)
         self.k, self.tile, self.weight = k, k.tile, weight
         features, tokens = self.tile.feature_tiles, self.tile.token_tiles
         self.a = T.alloc_local([4], "uint32")
-        if self.weight.promoted:
-            self.sums = T.alloc_local([4 * features * tokens], self.weight.products)
+        promoted = self.weight.promoted
+        self.sums = T.alloc_local([4 * features * tokens], self.weight.products) if promoted else None
         self.scale = T.alloc_local([2 * features], "float32") if self.weight.scale else None
         self.totals = zeros(4 * features, "uint32") if self.weight.corrected else None
         self.start = True
@@ -60,10 +70,10 @@ class ByteStep:
                 assign(self.scale, 2 * f + r, value)
 
     def multiply(self, acc, f: int, words, step: int, operands) -> None:
-        a, sums = self._codes(words, step), self.sums if self.weight.promoted else acc
+        a, promoted = self._codes(words, step), self.sums is not None
         operands = operands[: self.tile.token_tiles]
         for j, b in enumerate(operands):
-            self._mma(sums, 4 * (f * len(operands) + j), a, b, self.start and self.weight.promoted)
+            self._mma(self.sums if promoted else acc, 4 * (f * len(operands) + j), a, b, self.start and promoted)
         if self.totals is not None:  # of eight tokens whose codes are all 1
             self._mma(self.totals, 4 * f, a, [T.uint32(0x01010101)] * 2, False)
         if f == self.tile.feature_tiles - 1:
@@ -87,7 +97,7 @@ class ByteStep:
         ptx(f"mma.sync.aligned.m16n8k32.row.col.{kind}.{operand}.{operand}.{kind}", *out, *a, *b, *c)
 
     def end(self, acc) -> None:
-        if not self.weight.promoted:
+        if self.sums is None:
             return
         tokens = self.tile.token_tiles
         for j in range(tokens):
