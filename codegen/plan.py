@@ -19,7 +19,7 @@ from qdsl.codegen.simd.blocked import codes as blocked_codes
 from qdsl.codegen.target import Target
 from qdsl.diagnostic import Diagnostic, TargetError, error
 from qdsl.dtype import DType, dtype
-from qdsl.expr import Binary, Expr, Item, Negate, Number, Range, Ref, evaluate, interval, names, of_dtype
+from qdsl.expr import Binary, Cast, Expr, Item, Negate, Number, Range, Ref, evaluate, interval, names, of_dtype
 from qdsl.layout import Axis, Digit, Lane, Layout, Run, plain
 from qdsl.manifest import Buffer, Step, Variant
 from qdsl.order import ORDERED, SOURCE, Order
@@ -51,6 +51,9 @@ class MainLoop:
     activation: str | None = None  # the codes that x is quantized to, which are multiplied instead of x
     token_scale: str | None = None  # their grouped scale's name
     corrected: bool = False  # what a token's codes are off by is taken off its sums
+    rescaled: bool = (
+        False  # what is multiplied are bytes of the weight, which a group's scale and zero make of its codes
+    )
     matrices: bool = False  # codes of bytes lie as `wgmma` reads them, not as fragments
     widened: DType | None = None  # what both operands are multiplied as, if not as the declared type
     from_codes: tuple[str, ...] = ()  # the tensors of which x is made then
@@ -78,6 +81,7 @@ class MainLoop:
         core = f"({self.code} - {zero})" if zero else f"table[{self.code}]" if self.table else self.code
         core += f" * {self.scale}" if self.scale else ""
         core += f" {'-' if self.subtract else '+'} {self.offset}" if self.offset else ""
+        core = f"bytes of {core}" if self.rescaled else core
         if self.activation:
             scaled = f"{self.activation} * {self.token_scale}" if self.token_scale else self.activation
             about = f", groups of {self.group} along k" if self.group else ", sums corrected" if self.corrected else ""
@@ -390,21 +394,27 @@ def _byte_loop(scheme: Scheme, weight: Split, activation: Split, target: Target)
     operand, code = scheme.compute.operand, scheme.code
     (name,) = names(activation.core) if isinstance(activation.core, Ref) else ("",)
     rest, multiplied = (weight.fold, weight.correction, activation.fold), in_bytes(operand)
-    corrected = activation.correction is not None
+    corrected, rescaled = activation.correction is not None, _rescaled(weight.core, scheme)
     if (
         multiplied.name not in target.byte_fragments
         or any(e is not None for e in rest)
-        or weight.core != Ref(code.name)
+        or not (weight.core == Ref(code.name) or rescaled)
     ):
         return None
     if name == "x" or scheme.tensor(name).dtype != operand or scheme.output.dtype.bits != 16 or len(code.index) != 2:
         return None
-    widened = multiplied.name in ("i8", "e4m3") and code.dtype == dtype("i4")
+    widened = (multiplied.name in ("i8", "e4m3") and code.dtype == dtype("i4")) or (
+        rescaled and multiplied == dtype("i8")
+    )
     if (code.dtype != operand and not widened) or scheme.output.half:
         return None
     if corrected and not (multiplied == dtype("i8") and _of_tokens(activation.correction, scheme)):
         return None
     scales = (weight.promote, activation.promote)
+    if rescaled:
+        group = rescaled.group
+        return MainLoop(code.name, rescaled.scale, rescaled.zero, 0, group, activation=name, corrected=corrected, rescaled=True,
+                        matrices=target.matrices) if scales == (None, None) else None  # fmt: skip
     if any(e is not None and not isinstance(e, Ref) for e in scales):
         return None
     scale, of_tokens = (e.name if isinstance(e, Ref) else None for e in scales)
@@ -431,6 +441,25 @@ def _byte_loop(scheme: Scheme, weight: Split, activation: Split, target: Target)
         corrected=corrected,
         matrices=target.matrices,
     )
+
+
+def _rescaled(core: Expr, scheme: Scheme) -> MainLoop | None:
+    """Of a core `i8((q - z) * r)`, which a group's integers make of codes of 4 bits: their names, and the group."""
+    match core:
+        case Cast(kind, Binary("*", inner, Ref(scale))) if kind == dtype("i8") and scheme.code.dtype.bits == 4:
+            zero = _zero(inner, scheme.code.name, scheme)
+        case _:
+            return None
+    if zero is None or zero[1]:
+        return None
+    loaded = [scheme.tensor(n) for n in (scale, zero[0]) if n]
+    places = [_place(t, scheme) for t in loaded]
+    group = places[0].inputs if places[0] else None
+    if not group or group % 128 or any(place != Place(1, group) for place in places):
+        return None
+    if not all(t.dtype.is_integer and t.dtype.bits <= 8 for t in loaded) or (zero[0] and loaded[1].dtype.bits > 4):
+        return None
+    return MainLoop(scheme.code.name, scale, zero[0] or None, 0, group)
 
 
 def _of_tokens(e: Expr, scheme: Scheme) -> bool:

@@ -33,6 +33,7 @@ SCHEMES = {
     "static": qdsl.load("fp8_static"),
     "w4a8-groups": qdsl.load("w4a8_group", group=128),
     "w4a8-fp8": qdsl.load("w4a8_fp8"),
+    "w4a8-rescaled": qdsl.load("w4a8"),
     "zero-point": qdsl.load("w8a8_static"),
     "zero-points": qdsl.load("w8a8_dynamic_asym"),
     "w4a4": qdsl.load("w4a4"),
@@ -105,6 +106,7 @@ OLDER = {
     ("int8", "sm_80"): ("b1", "b128"),
     ("zero-points", "sm_80"): ("b8",),
     ("w4a8-groups", "sm_86"): ("b32",),
+    ("w4a8-rescaled", "sm_80"): ("b1", "b16"),
     ("blocks", "sm_89"): ("b16", "b64"),
 }
 
@@ -134,7 +136,7 @@ def test_codes_that_a_target_cannot_multiply_are_widened_exactly(name, arch, tmp
 
 def test_what_is_no_product_of_codes_alone_stays_portable():
     """Scales of groups in float32 are no factors of 16-bit floats, and sums of 16-bit floats are none of integers."""
-    for name, arch in (("w4a8", "sm_90a"), ("fp8_block", "sm_86"), ("w4a8_fp8", "sm_80"), ("w4a16_int", "sm_90a")):
+    for name, arch in (("fp8_block", "sm_86"), ("w4a8_fp8", "sm_80"), ("w4a16_int", "sm_90a")):
         assert plan(qdsl.load(name), target("cuda", arch)).main_loop is None
     assert plan(qdsl.load("mxfp8a8", act="f16"), target("cuda", "sm_90a")).main_loop is None, "f16 has fewer exponents"
 

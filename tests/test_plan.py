@@ -67,7 +67,7 @@ def test_codes_of_any_kind_take_the_main_loop(name, params, core, lanes):
     ("name", "params"),
     [
         ("awq4", {"act": "f32"}),
-        ("w4a8", {}),
+        ("w4a16_int", {}),
         ("fp8_block", {}),
     ],
 )

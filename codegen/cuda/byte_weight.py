@@ -31,13 +31,15 @@ class ByteWeight:
     """What a kernel of bytes needs to know of a weight: w = q * scale, where the epilogue has the rest of it.
 
     operand      type of the activations' codes and of the multiplier
-    code         that of the weight's: the same, or i4, which becomes one (`unpacked`)
+    code         that of the weight's: the same, or one of 4 bits, which becomes one (`unpacked`, `rescale`)
     compute      of y: "float16" or "bfloat16"
-    group        units of a group along k, whose sums are multiplied by scales: whole k tiles; None: there are no such scales
+    group        units of a group along k, which has a scale: whole k tiles; None: there are no such scales
     scale        type of the weight's scales of groups
     shared       which weights share one, if not those of one feature
     token_scale  type of the scales of x of groups
     corrected    sums of codes are needed as well, for tokens whose codes are off by a number
+    rescaled     not sums are multiplied by scales of groups, but codes less zeros, and are bytes then; both are integers
+    zero         type of these zeros
     matrices     codes of bytes lie in matrices that wgmma reads from shared memory, not as fragments
     """
 
@@ -49,6 +51,8 @@ class ByteWeight:
     shared: Shared | None = None
     token_scale: str | None = None
     corrected: bool = False
+    rescaled: bool = False
+    zero: str | None = None
     matrices: bool = True
 
     unit = 2
@@ -70,12 +74,12 @@ class ByteWeight:
 
     @property
     def grouped(self) -> dict[str, str]:
-        return {"scale": self.scale} if self.scale else {}
+        return {role: kind for role, kind in (("scale", self.scale), ("zero", self.zero)) if kind}
 
     @property
     def promoted(self) -> bool:
         """Sums of 128 inputs or fewer are added to others, in float32."""
-        return self.operand.is_float or self.group is not None
+        return self.operand.is_float or (self.group is not None and not self.rescaled)
 
     @property
     def half(self) -> Half:
@@ -103,7 +107,7 @@ class ByteWeight:
     @property
     def unit_of_codes(self) -> float:
         """What an operand of 1 is in codes: nibbles become 16 times themselves, or 2^-9, the smallest float of e4m3."""
-        return 1.0 if self.code == self.operand else 2.0**9 if self.operand.is_float else 1 / 16
+        return 1.0 if self.code == self.operand or self.rescaled else 2.0**9 if self.operand.is_float else 1 / 16
 
     def finished(self, value):
         """A sum of all inputs as float32."""

@@ -350,12 +350,12 @@ def group_place(k: Kernel, dtype: str):
 def floats(k: Kernel, dtype: str, words) -> list:
     """Loaded words -> the float32 values of features c and c + 8."""
     if dtype in INTEGERS:
-        return [T.cast(number, "float32") for number in _integers(dtype, words)]
+        return [T.cast(number, "float32") for number in integers(dtype, words)]
     if dtype == "float32":
         return [T.reinterpret("float32", word) for word in words]
     pair = halves(k, dtype, words)
     if pair is None:
-        return [decode.small_float(dtype, byte) for byte in _integers("u8", words)]
+        return [decode.small_float(dtype, byte) for byte in integers("u8", words)]
     kind, word = pair
     if kind == "bfloat16":
         return [T.reinterpret("float32", half) for half in (word << T.uint32(16), word & T.uint32(0xFFFF0000))]
@@ -385,7 +385,7 @@ def _offsets(k: Kernel, words) -> list:
 
 def _zero(weight: Weight, words, r: int):
     """The integer zero point of feature c + 8 r, a negative one wrapped around; None: there is none."""
-    return T.cast(_integers(weight.zero, words["zero"])[r], "uint32") if weight.zero else None
+    return T.cast(integers(weight.zero, words["zero"])[r], "uint32") if weight.zero else None
 
 
 def _negative(weight: Weight, r: int, zero, divided: bool):
@@ -401,7 +401,7 @@ def _negative(weight: Weight, r: int, zero, divided: bool):
     return ((zero << T.uint32(shift)) + T.uint32(bits)) * T.uint32(0x10001)
 
 
-def _integers(dtype: str, words) -> list:
+def integers(dtype: str, words) -> list:
     """Loaded words -> the integers of features c and c + 8: two nibbles or two bytes, extended by their sign if need be."""
     bits = 4 if dtype in NIBBLES else 8
     found = [words[0] & T.uint32((1 << bits) - 1), words[0] >> T.uint32(bits)]

@@ -60,6 +60,8 @@ def weight_of(scheme: Scheme, loop: MainLoop) -> Weight | ByteWeight:
             Shared(place.features, place.inputs and place.inputs // 2) if place else None,
             loaded(loop.token_scale),
             loop.corrected,
+            loop.rescaled,
+            loaded(loop.zero),
             loop.matrices,
         )
     compute, code = storage(loop.operand(scheme)), scheme.code.dtype

@@ -13,6 +13,7 @@ from qdsl.codegen.cuda.builder import assign, ptx, register, wide, zeros
 from qdsl.codegen.cuda.byte_weight import OPERANDS, ByteWeight
 from qdsl.codegen.cuda.correct import floats, load_groups, scale_of_block
 from qdsl.codegen.cuda.kernel import Kernel
+from qdsl.codegen.cuda.rescale import Rescaling
 from qdsl.codegen.cuda.tile import Tile
 
 
@@ -43,6 +44,7 @@ class ByteStep:
     a: tirx.Buffer  # a fragment out of nibbles
     sums: tirx.Buffer | None  # of a step's products, where they are promoted
     scale: tirx.Buffer | None  # of the group: features c and c + 8 of every feature tile
+    rescaling: Rescaling | None
     totals: tirx.Buffer | None  # of codes, by feature, where tokens are corrected by them
     start: bool  # the next products are the first of a step
     place: tuple  # of the step: views, slot, step
@@ -55,13 +57,16 @@ class ByteStep:
         self.a = T.alloc_local([4], "uint32")
         promoted = self.weight.promoted
         self.sums = T.alloc_local([4 * features * tokens], self.weight.products) if promoted else None
-        self.scale = T.alloc_local([2 * features], "float32") if self.weight.scale else None
+        self.scale = T.alloc_local([2 * features], "float32") if weight.scale and promoted else None
+        self.rescaling = Rescaling(k) if weight.rescaled else None
         self.totals = zeros(4 * features, "uint32") if self.weight.corrected else None
         self.start = True
 
     def begin(self, views, slot, step) -> None:
         self.start, self.place = True, (views, slot, step)
-        for f in range(self.tile.feature_tiles if self.weight.scale else 0):
+        if self.rescaling:
+            self.rescaling.begin(views, slot, step)
+        for f in range(self.tile.feature_tiles if self.scale is not None else 0):
             if self.weight.uniform:
                 both = [scale_of_block(self.k, views, slot, self.k.block(f), step)] * 2
             else:
@@ -70,7 +75,7 @@ class ByteStep:
                 assign(self.scale, 2 * f + r, value)
 
     def multiply(self, acc, f: int, words, step: int, operands) -> None:
-        a, promoted = self._codes(words, step), self.sums is not None
+        a, promoted = self._codes(f, words, step), self.sums is not None
         operands = operands[: self.tile.token_tiles]
         for j, b in enumerate(operands):
             self._mma(self.sums if promoted else acc, 4 * (f * len(operands) + j), a, b, self.start and promoted)
@@ -79,13 +84,16 @@ class ByteStep:
         if f == self.tile.feature_tiles - 1:
             self.start = False
 
-    def _codes(self, words, step: int) -> list:
-        """The A fragment of a step out of the lane's words of a feature tile."""
+    def _codes(self, f: int, words, step: int) -> list:
+        """The A fragment of a step out of the lane's words of feature tile f."""
         if self.weight.code == self.weight.operand:
             return [words[4 * step + 2 * h + r] for h in range(2) for r in range(2)]
         for h in range(2):
             for r in range(2):
-                ptx("mov.b32", self.a[2 * h + r], self.weight.unpacked(words[2 * step + h], bool(r)))
+                if self.rescaling:
+                    self.rescaling.bytes(words[2 * step + h], f, r, self.a[2 * h + r])
+                else:
+                    ptx("mov.b32", self.a[2 * h + r], self.weight.unpacked(words[2 * step + h], bool(r)))
         return [self.a[i] for i in range(4)]
 
     def _mma(self, d, first: int, a, b, start: bool) -> None:

@@ -15,6 +15,7 @@ from qdsl.codegen.cuda.builder import assign, ptx, register, settled, when, wide
 from qdsl.codegen.cuda.byte_weight import ONES, OPERANDS, ByteWeight
 from qdsl.codegen.cuda.correct import floats, load_groups, scale_of_block
 from qdsl.codegen.cuda.kernel import Kernel
+from qdsl.codegen.cuda.rescale import Rescaling
 from qdsl.codegen.cuda.ring import ROW, Ring
 from qdsl.codegen.cuda.warpgroup import Warpgroup
 
@@ -54,6 +55,7 @@ class Consumer(Warpgroup):
     count: int  # factors of a row: one for each of a lane's tokens, or 1 for all
     factors: tirx.Buffer  # of the last pass's products
     codes: tirx.Expr  # how far the team's codes are from the stage's tokens, in a descriptor
+    rescaling: Rescaling | None
     totals: tirx.Buffer | None  # of codes, by feature, where tokens are corrected by them
 
     def __init__(self, k: Kernel, stages: Ring):
@@ -62,11 +64,12 @@ class Consumer(Warpgroup):
         self.weight = weight
         self.from_registers = not weight.from_shared
         # Where products become float32 before they are added, short passes are faster: there is room for those of two.
-        self.tokens = min(tile.tokens, SHORT if weight.group and not weight.operand.is_float else WIDEST)
+        self.tokens = min(tile.tokens, SHORT if weight.promoted and not weight.operand.is_float else WIDEST)
         # The sums of 256 tokens leave registers for the fragments of one batch only.
         self.sets = 1 if weight.promoted and tile.blocks * tile.tokens > WIDEST else 2
         super().__init__(k, stages)
         self.totals = T.alloc_local([4 * tile.blocks], "uint32") if weight.ones else None
+        self.rescaling = Rescaling(k) if weight.rescaled else None
         if not weight.promoted:
             self.sums = self.acc
         else:
@@ -128,6 +131,8 @@ class Consumer(Warpgroup):
 
     def _unpack(self, steps: Sequence[int]) -> None:
         for j in steps:
+            if self.rescaling and j % 4 == 0:
+                self.rescaling.begin(self.ring.views, self.cursor.slot, 16 * j // self.stage.step)
             for f in range(self.tile.blocks):
                 self._load(j, f)
 
@@ -263,7 +268,10 @@ class Consumer(Warpgroup):
             a = self.fragment(j + step, f)
             for h in range(2):
                 for r in range(2):
-                    ptx("mov.b32", a[2 * h + r], self.weight.unpacked(words[2 * step + h], bool(r)))
+                    if self.rescaling:
+                        self.rescaling.bytes(words[2 * step + h], f, r, a[2 * h + r])
+                    else:
+                        ptx("mov.b32", a[2 * h + r], self.weight.unpacked(words[2 * step + h], bool(r)))
 
 
 class Turned(Consumer):
