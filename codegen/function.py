@@ -14,6 +14,7 @@ from qdsl.codegen.cuda import overlap
 from qdsl.codegen.plan import VECTOR, Plan
 from qdsl.codegen.tir import decode, dtype_of, i64, load, selecting, storage
 from qdsl.scheme import Extent, Free, Gather, Group, Index, Tensor, Var
+from qdsl.split import WIDENED
 from qdsl.transform import passes, result, transformed
 
 THREADS = 128  # of a CUDA block, one piece of work each
@@ -111,8 +112,8 @@ def open_function(plan: Plan, name: str, args: tuple[str, ...]) -> Iterator[tupl
         spelled = {arg: arg.replace(".", "_") for arg in args}
         handles = {arg: IRBuilder.name(f"{s}_handle", T.arg(s, T.handle())) for arg, s in spelled.items()}
         for arg, handle in handles.items():
-            if arg in ("x", "y"):
-                shape, dtype = (sizes["m"], sizes["k"] if arg == "x" else width), out
+            if arg in ("x", "y", WIDENED):
+                shape, dtype = (sizes["m"], width if arg == "y" else sizes["k"]), out
             elif arg in made:
                 whole = made[arg].contraction.result == result(made[arg].transform)
                 shape = sizes["m"], sizes["k"] if whole else tirx.Var(f"{spelled[arg]}_width", "int64")

@@ -45,7 +45,6 @@ from qdsl.codegen.cuda.ring import Ring
 from qdsl.codegen.cuda.stage import Stage
 from qdsl.codegen.cuda.warp import Consumer, WarpTile
 from qdsl.codegen.cuda.weight import INTEGERS, Weight
-from qdsl.codegen.cuda.wgmma_bytes import ByteWeight
 
 PLANES = 4
 WHOLE = 0x4B400000  # 1.5 * 2^23, beside which floats are whole numbers
@@ -77,7 +76,7 @@ FORMS = {  # by bits
 }
 
 
-def tiles(weight: Weight | ByteWeight) -> tuple[PlaneTile, ...]:
+def tiles(weight: Weight) -> tuple[PlaneTile, ...]:
     """The tiles for a weight, by rising number of tokens; none where it has other codes or groups."""
     if not _serves(weight):
         return ()
@@ -129,10 +128,8 @@ class PlaneTile(WarpTile):
         return PlaneConsumer(k, stages)
 
 
-def _serves(weight: Weight | ByteWeight) -> bool:
-    if not isinstance(weight, Weight) or weight.table or not weight.code.is_integer:
-        return False
-    if weight.code.bits not in FORMS or (weight.group or 32) % 32:
+def _serves(weight: Weight) -> bool:
+    if weight.table or not weight.code.is_integer or weight.code.bits not in FORMS or (weight.group or 32) % 32:
         return False
     # Sums are below 2^22 if codes less their zero points have no more bits than codes.
     most, sign = (1 << weight.code.bits) - 1, _sign(weight)

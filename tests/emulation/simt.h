@@ -38,7 +38,6 @@ struct Warp {
   uint32_t address[32], a[32][4], b[32][2], value[32], source[32];
   float c[32][4], *d[32][4];
   uint32_t* r[32][4];
-  uint32_t integers[32][4];
 };
 
 struct Warpgroup {
@@ -108,7 +107,7 @@ uint32_t largest(uint32_t value);
 void load_matrices(int count, uint32_t** r, uint32_t address);
 void store_matrices(int count, uint32_t address, const uint32_t* r, bool transposed);
 void mma(bool bf16, float** d, const uint32_t* a, const uint32_t* b, const float* c);
-void mma_bytes(double (*value)(uint8_t), uint32_t** d, const uint32_t* a, const uint32_t* b, const uint32_t* c);  // b of s8
+void mma_bytes(double (*value)(uint8_t), void** d, const uint32_t* a, const uint32_t* b, const uint32_t* c);
 void wgmma(int tokens, bool bf16, float** d, const uint32_t* a, uint64_t descriptor, uint32_t add);
 void wgmma_bytes(int columns, double (*value)(uint8_t), void** d, const uint32_t* a, uint64_t matrix, uint64_t descriptor,
                  uint32_t add);
