@@ -15,7 +15,7 @@ from qdsl.codegen.plan import VECTOR, Plan
 from qdsl.codegen.tir import decode, dtype_of, i64, load, selecting, storage
 from qdsl.scheme import Extent, Free, Gather, Group, Index, Tensor, Var
 from qdsl.split import WIDENED
-from qdsl.transform import passes, result, transformed
+from qdsl.transform import Pass, passes, result, solved, transformed
 
 THREADS = 128  # of a CUDA block, one piece of work each
 ENOUGH = 1 << 16  # operations of a thread of a CPU: some µs, as long as it takes to start one
@@ -158,6 +158,20 @@ class _Ceiling:
 
 def _plain(size) -> tirx.Expr:
     return size.value if isinstance(size, _Ceiling) else i64(size) if isinstance(size, int) else size
+
+
+def extents(plan: Plan, own: Parameters, p: Pass) -> dict[str, tirx.Expr]:
+    """How many positions each digit of a transform has."""
+    size: dict[str, tirx.Expr] = {}
+    for found in solved(p.transform):
+        if found.tensor == "x":
+            whole = own.sizes["k"]
+        else:
+            whole = own.extent(plan.scheme.tensor(found.tensor).index[found.axis])
+        for digit in found.others:
+            whole = T.truncdiv(whole, size[digit])
+        size[found.digit] = whole
+    return size
 
 
 def limit_threads(count: tirx.Expr) -> None:
