@@ -55,8 +55,8 @@ class MainLoop:
         False  # what is multiplied are bytes of the weight, which a group's scale and zero make of its codes
     )
     matrices: bool = False  # codes of bytes lie as `wgmma` reads them, not as fragments
-    widened: DType | None = None  # what both operands are multiplied as, if not as the declared type
-    from_codes: tuple[str, ...] = ()  # the tensors of which x is made then
+    widened: DType | None = None  # what both operands are multiplied as, where x is made that before
+    made_of: tuple[str, ...] = ()  # the tensors of which x is made then
 
     def operand(self, scheme: Scheme) -> DType:
         """The type that x and the weight are multiplied in."""
@@ -89,7 +89,7 @@ class MainLoop:
         about = ["one group along k" if self.group is None else f"groups of {self.group} along k"]
         about += [str(self.order)] if self.order else []
         about += [f"{self.parts} features of the weight for one of y"] if self.parts > 1 else []
-        about += [f"as {self.widened}, exactly, as is {' * '.join(self.from_codes)}"] if self.widened else []
+        about += [f"by {' * '.join(self.made_of)}, both as {self.widened}"] if self.widened else []
         return f"tensor cores: {core}, {', '.join(about)}"
 
 
@@ -184,7 +184,7 @@ def plan(scheme: Scheme, target: Target, held: Mapping[str, Buffer] | None = Non
     given = (*([transformed(activation)] if "x" in names(x_split.core) else []), *(t.name for t in computed))
     portable = Step("linear", (*given, *loaded, "y"))
     if loop is not None:
-        steps = (*quantize, Step("widen", (*loop.from_codes, WIDENED)) if loop.widened else portable)
+        steps = (*quantize, Step("widen", (*loop.made_of, WIDENED)) if loop.widened else portable)
         variants, table = _main_loop_variants(scheme, target, loop, steps if activation else ())
     elif simd is not None:
         args = tuple(dict.fromkeys((transformed(activation), *loaded, "y")))
@@ -470,8 +470,9 @@ def _of_tokens(e: Expr, scheme: Scheme) -> bool:
 
 
 def _widened(scheme: Scheme, activation: Activation, target: Target) -> tuple[MainLoop, Split, Split] | None:
-    """The main loop that multiplies codes of both operands, times their scales of groups, as 16-bit floats of y's type; None
-    where these are not exact, or sums are not of floats. With the equations as they are split for that type.
+    """The main loop that multiplies codes of both operands, times their scales of groups, as 16-bit floats of y's type; with the
+    equations as they are split for that type. None where these are not exact, unless it is the declared type, to which
+    operands are rounded; or sums are not of floats.
 
     A multiplier of such codes would do twice the products in a time, or more; the target has none that takes these.
     """
@@ -479,13 +480,14 @@ def _widened(scheme: Scheme, activation: Activation, target: Target) -> tuple[Ma
     weight, x = split(scheme.weight, half, "w"), split(activation.operand, half, "x")
     if not (isinstance(weight, Split) and isinstance(x, Split) and scheme.compute.accumulator.is_float):
         return None
-    if x.correction is not None or not all(
-        _exact(s, o, half) for s, o in ((weight, scheme.weight), (x, activation.operand))
-    ):
+    operands = ((weight, scheme.weight), (x, activation.operand))
+    rounded = half == scheme.compute.operand
+    if x.correction is not None or not (rounded or all(_exact(s, o, half) for s, o in operands)):
         return None
     loop = _main_loop(scheme, weight, target, half)
     used = names(x.core if x.fold is None else Binary("*", x.core, x.fold))
-    return (replace(loop, from_codes=tuple(dict.fromkeys(used))), weight, x) if loop else None
+    made = dict.fromkeys(transformed(activation) if name == "x" else name for name in used)
+    return (replace(loop, made_of=tuple(made)), weight, x) if loop else None
 
 
 def _exact(operand: Split, of: Operand, half: DType) -> bool:
@@ -643,7 +645,7 @@ def epilogue_tensors(scheme: Scheme, loop: MainLoop) -> list[str]:
     """What kernels take for their epilogue: what is computed of x beside its codes, then what is loaded beside the weight; not
     what x alone is prepared with."""
     activation = scheme.activation()
-    taken = {loop.code, *loop.grouped, loop.activation, loop.token_scale, *loop.from_codes}
+    taken = {loop.code, *loop.grouped, loop.activation, loop.token_scale, *loop.made_of}
     if activation:
         taken |= {t.name for t in activation.operand.loaded} - set(names(activation.operand.decode))
     found = [t for t in scheme.tensors if t.name not in taken and t.role != "index"]

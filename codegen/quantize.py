@@ -104,7 +104,7 @@ def compute(own: Parameters, tensor: Tensor, *token: tirx.Expr) -> None:
 
 def widen(plan: Plan) -> tirx.PrimFunc:
     """On a GPU, the operand of x as 16-bit floats, where a product of codes has no multiplier: `MainLoop.widened`."""
-    args, x = (*plan.main_loop.from_codes, WIDENED), plan.activation
+    args, x = (*plan.main_loop.made_of, WIDENED), plan.activation
     with open_function(plan, "widen", args) as (builder, own):
         m, k = own.sizes["m"], own.sizes["k"]
         pieces = T.truncdiv(k + i64(PIECE - 1), i64(PIECE))
