@@ -13,6 +13,7 @@ from tvm.tirx.script import builder as T
 from qdsl.codegen.cuda import overlap
 from qdsl.codegen.plan import VECTOR, Plan
 from qdsl.codegen.tir import decode, dtype_of, i64, load, selecting, storage
+from qdsl.order import ORDERED, SOURCE
 from qdsl.scheme import Extent, Free, Gather, Group, Index, Tensor, Var
 from qdsl.split import WIDENED
 from qdsl.transform import Pass, passes, result, solved, transformed
@@ -103,7 +104,7 @@ def open_function(plan: Plan, name: str, args: tuple[str, ...]) -> Iterator[tupl
     if scheme.output.half:  # y has a feature for several of the weight
         width = tirx.Var("J", "int64")
         sizes["n"] = width * i64(scheme.output.half[1])
-    own = Parameters(plan, sizes, {})
+    own, places = Parameters(plan, sizes, {}), tirx.Var("P", "int64")
     out = storage(scheme.output.dtype)
     on_cpu = plan.target.kind == "cpu"
     with selecting(on_cpu), IRBuilder() as builder, T.prim_func(False, on_cpu, False):
@@ -114,6 +115,8 @@ def open_function(plan: Plan, name: str, args: tuple[str, ...]) -> Iterator[tupl
         for arg, handle in handles.items():
             if arg in ("x", "y", WIDENED):
                 shape, dtype = (sizes["m"], width if arg == "y" else sizes["k"]), out
+            elif arg in (SOURCE, ORDERED):
+                shape, dtype = ((places,), "int32") if arg == SOURCE else ((sizes["m"], places), out)
             elif arg in made:
                 whole = made[arg].contraction.result == result(made[arg].transform)
                 shape = sizes["m"], sizes["k"] if whole else tirx.Var(f"{spelled[arg]}_width", "int64")

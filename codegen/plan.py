@@ -22,7 +22,7 @@ from qdsl.dtype import DType, dtype
 from qdsl.expr import Binary, Cast, Expr, Item, Negate, Number, Range, Ref, evaluate, interval, names, of_dtype
 from qdsl.layout import Axis, Digit, Lane, Layout, Run, plain
 from qdsl.manifest import Buffer, Step, Variant
-from qdsl.order import ORDERED, SOURCE, Order
+from qdsl.order import ORDERED, SOURCE, Order, ordered
 from qdsl.scheme import Activation, Gather, Group, Operand, Scheme, Tensor, Var
 from qdsl.split import WIDENED, Split, ranges, split
 from qdsl.transform import passes, transformed
@@ -112,9 +112,15 @@ class Plan:
     notes: tuple[Diagnostic, ...]
     blocked: Blocked | None = None  # what the SIMD kernels of a CPU need to know
     beside_overlapped: bool = False  # in the library of another phase whose kernels overlap
+    inner: Plan | None = None  # of a CPU: for x and the weight in the order of the weight's groups (`Plan.order`)
 
     def buffer(self, name: str) -> Buffer:
         return next(b for b in self.buffers if b.tensor == name)
+
+    @property
+    def order(self) -> Order | None:
+        """The order of inputs that the kernels take."""
+        return next((b.order for b in self.buffers if b.order), None)
 
     @property
     def overlapped(self) -> bool:
@@ -129,7 +135,7 @@ class Plan:
             f"  activation  {self.activation}",
             f"  multiply    {compute.operand} as {self.multiply}, sums in {self.accumulate}",
             f"  partial sum {'over all of k' if self.step is None else f'every {self.step} inputs'}",
-            f"  main loop   {self.main_loop or self.blocked or 'portable'}",
+            f"  main loop   {self.main_loop or self.blocked or 'portable'}{f'; {self.order}' if self.inner else ''}",
             "  layouts",
         ]
         lines += [f"    {b}" for b in self.buffers]
@@ -172,6 +178,10 @@ def plan(scheme: Scheme, target: Target, held: Mapping[str, Buffer] | None = Non
         loop, weight, x_split = wide
     step = _step(scheme, weight, x_split)
     simd = blocked(scheme, weight, x_split, target, step, _core(scheme, weight))
+    if simd is None and target.kind == "cpu" and (order := _order(scheme)):
+        inner = plan(ordered(scheme, order), target)
+        if inner.blocked:
+            return _in_order(scheme, order, inner)
     buffers = tuple(_buffer(t, scheme, target, loop, simd) for t in scheme.tensors if t.loaded)
     if held and any(held.get(b.tensor, b) != b for b in buffers):
         loop, simd, buffers = None, None, tuple(held.get(b.tensor, b) for b in buffers)
@@ -197,6 +207,43 @@ def plan(scheme: Scheme, target: Target, held: Mapping[str, Buffer] | None = Non
     notes += _unused_hints(scheme, target)
     return Plan(scheme, target, weight, x_split, multiply, compute.accumulator, step, loop, buffers, variants, table, offset, kept,
                 _max_k(scheme, weight, x_split, step), notes, simd)  # fmt: skip
+
+
+def _order(scheme: Scheme) -> Order | None:
+    """The order in which each group of a weight has its inputs side by side, a multiple of 16; None where they are already, where
+    x is quantized, in an order that scales of its own may depend on, or where there is no such order."""
+    tensors = [t for t in scheme.weight.tensors if t.loaded and t.role not in ("code", "index")]
+    places = [_place(t, scheme) for t in tensors]
+    if scheme.activations or None in places:
+        return None
+    grouped = {(place.inputs, place.named) for place in places if place and place.inputs}
+    if len(grouped) != 1:
+        return None
+    ((group, named),) = grouped
+    found = Order(named, group, -(-group // LANES) * LANES)
+    return found if named or found.padded != group else None
+
+
+def _in_order(scheme: Scheme, order: Order, inner: Plan) -> Plan:
+    """The plan of a scheme whose kernels are those of its weight in another order."""
+
+    def step(s: Step) -> Step:
+        return replace(s, args=tuple(ORDERED if arg == "x" else arg for arg in s.args))
+
+    def buffer(t: Tensor) -> Buffer:
+        if t.role == "index":
+            return _buffer(t, scheme, inner.target, None)
+        return replace(inner.buffer(t.name), order=order if t.name in along_k else None)
+
+    along_k = {t.name for t in inner.scheme.weight.tensors if _along_k(t)}
+    buffers = tuple(buffer(t) for t in scheme.tensors if t.loaded)
+    before = Step("order_inputs", ("x", SOURCE, ORDERED))
+    variants = tuple(replace(v, steps=(before, *map(step, v.steps))) for v in inner.variants)
+    return replace(inner, scheme=scheme, buffers=buffers, variants=variants, inner=inner)
+
+
+def _along_k(t: Tensor) -> bool:
+    return any(i == Var("k") or isinstance(i, Group) and i.axis == "k" and i.size is not None for i in t.index)
 
 
 def _quantize(scheme: Scheme, target: Target, computed: Sequence[Tensor]) -> tuple[Step, ...]:
