@@ -14,7 +14,7 @@ import numpy as np
 
 from qdsl import transform
 from qdsl.choice import Key, Row, Table, only
-from qdsl.codegen.simd.blocked import FEATURES, LANES, Blocked, blocked
+from qdsl.codegen.simd.blocked import FEATURES, LANES, Blocked, blocked, cell
 from qdsl.codegen.simd.blocked import codes as blocked_codes
 from qdsl.codegen.target import Target
 from qdsl.diagnostic import Diagnostic, TargetError, error
@@ -243,7 +243,7 @@ def _in_order(scheme: Scheme, order: Order, inner: Plan) -> Plan:
 
 
 def _along_k(t: Tensor) -> bool:
-    return any(i == Var("k") or isinstance(i, Group) and i.axis == "k" and i.size is not None for i in t.index)
+    return any(i == Var("k") or (isinstance(i, Group) and i.axis == "k" and i.size is not None) for i in t.index)
 
 
 def _quantize(scheme: Scheme, target: Target, computed: Sequence[Tensor]) -> tuple[Step, ...]:
@@ -837,11 +837,6 @@ def byte_matrices() -> Layout:
     )
     words = Axis(("t",), (Run((Lane("p"),)),))
     return Layout(dims, (Axis(("o",)), Axis(("i",)), Axis(("r", "s", "c")), words), 8, 32)
-
-
-def cell(bits: int) -> int:
-    """Bits from one code to the next where they lie whole."""
-    return next(size for size in (1, 2, 4, 8) if size >= bits)
 
 
 def _fragment_rows(t: Tensor) -> Layout:
