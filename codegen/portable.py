@@ -158,7 +158,7 @@ def _block(
     part = local((ROWS, s.lanes), s.sums)
     w = local((s.lanes,), s.sums)
     w_sum = local((s.lanes,), s.sums) if plan.activation.correction is not None else None
-    x_sum = local((ROWS,), s.sums) if plan.weight.correction is not None else None
+    x_sum = local((ROWS,), s.sums) if plan.weight.correction is not None and not elementwise else None
     zero = tirx.const(0, s.sums)
     for r in range(ROWS):
         s.for_lanes(lambda v, r=r: store(part, zero, r, v))
@@ -193,7 +193,8 @@ def _promote(s, row, feature, start, count, acc, part, w_sum, x_sum, elementwise
             gw = factor(s, w_factor, at)
             gx = factor(s, x_factor, at_x)
             total = times(as_float(part[r, v]), gx, gw)
-            cw, cx = factor(s, plan.weight.correction, at), factor(s, plan.activation.correction, at_x)
+            cw = None if elementwise else factor(s, plan.weight.correction, at)
+            cx = factor(s, plan.activation.correction, at_x)
             if cw is not None:
                 total = total + times(as_float(x_sum[r]), gx, cw)
             if cx is not None:
@@ -325,9 +326,11 @@ def _tensor_bits(s: _Linear, code: str, at: Mapping[str, tirx.Expr]) -> tirx.Exp
 
 def _weight(s: _Linear, n: tirx.Expr, k: tirx.Expr, elementwise: bool) -> tirx.Expr:
     at = {"n": inside(n, s.own.sizes["n"]), "k": k, "padded": n}
-    value = _core(s, s.plan.weight.core, at, s.plan.scheme.code.name)
-    if elementwise and (fold := s.plan.weight.fold) is not None:
-        value = as_float(value) * factor(s, fold, at)
+    weight = s.plan.weight
+    value = _core(s, weight.core, at, s.plan.scheme.code.name)
+    if elementwise:  # the group changes with every k
+        value = times(as_float(value), factor(s, first(weight.fold, weight.promote), at))
+        value = value if weight.correction is None else value + factor(s, weight.correction, at)
     return _cast_sum(s, value)
 
 
