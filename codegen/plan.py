@@ -334,6 +334,9 @@ def _core(scheme: Scheme, weight: Split) -> tuple[str, np.ndarray] | None:
     where that takes more than a code."""
     zero = _zero(weight.core, scheme.code.name, scheme)
     if zero and zero[0]:
+        place = _place(scheme.tensor(zero[0]), scheme)
+        if place is None or place.named:
+            return None
         code = scheme.code.dtype
         return zero[0], code.decode(np.arange(1 << code.bits))
     values = code_values(weight.core, scheme.weight.tensors)

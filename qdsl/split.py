@@ -32,7 +32,7 @@ class Split:
     promote: Expr | None
     epilogue: Expr | None
     correction: Expr | None
-    groups: tuple[int, ...]  # group sizes along k of fold, promote and correction
+    groups: tuple[int, ...]  # group sizes along k of all four, zero points of the core included
     gathered: bool  # some factor is found through an index tensor
     range: Range  # of the core
     exact: bool  # the core is exact in the compute type
@@ -138,7 +138,7 @@ def split(operand: Operand, compute: DType, given: str) -> Split | Diagnostic:
         None if folds else group,
         product(epilogue),
         correction,
-        _group_sizes(grouped, tensors),
+        _group_sizes([core, *grouped], tensors),
         any(isinstance(i, Gather) for e in grouped for n in names(e) if n in tensors for i in tensors[n].index),
         found,
         exact,

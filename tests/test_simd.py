@@ -82,6 +82,19 @@ def test_codes_of_x_are_as_many_bytes_as_they_may_need(code, unit, planes):
     assert found.blocked.tiles == (unit == "u8")
 
 
+@pytest.mark.parametrize(
+    ("zero", "step"), [("z[n, k // 96] : u4", 96), ("z[n, g] : u4", None), ("z[n, k] : u4", None), ("z[n] : u4", 0)]
+)
+def test_zero_points_are_taken_off_the_groups_they_are_of(zero, step):
+    """Those of groups that no scale has; None: no vectors."""
+    text = f"""scheme mine "x"
+    weight {{ code q[n, k] : u4 index g[k] : idx(k // 96) zero {zero} scale s[n] : f32 w ~ (q - z) * s }}
+    compute f16 -> f32
+    output f16"""
+    found = plan(qdsl.parse(text), target("cpu", HERE)).blocked
+    assert (found and (found.step or 0)) == step
+
+
 def test_a_sum_that_could_overflow_limits_k():
     """15 * 32768 of each input, and none where so many groups are one by one."""
     for group, limit in ((128, None), (4352, None), (8192, 4369), ("k", 4369)):
