@@ -267,6 +267,27 @@ def test_every_code_of_x_is_its_planes(group):
         assert torch.equal(y.double(), expected), variant
 
 
+@pytest.mark.parametrize("level", [HERE, "x86-64-v2"])
+@pytest.mark.parametrize(
+    "weight", ["scale s[n] : f32 w ~ q * s", "scale s[n, k // 64] : f32 param p[n] : f16 w ~ q * s + p"]
+)
+def test_no_x_gives_nothing_however_large_what_cancels(weight, level):
+    """Of codes with a zero point, whose products with weights of one sign sum to more than a float32 holds exactly."""
+    text = f"""scheme mine "x"
+    weight {{ code q[n, k] : i8 {weight} }}
+    activation {{ scale t[] : f32 zero o[] : i8 code a[m, k] : i8 = x / t + o x ~ (a - o) * t }}
+    compute i8 -> i32
+    output f32"""
+    scheme, n, k = qdsl.parse(text), 33, 14337
+    layer = QuantLinear(scheme, k, n, artifact=qdsl.compile(scheme, "cpu", (level,)))
+    rng = np.random.default_rng(0)
+    patterns = reference.random_patterns(scheme, rng, n, k)
+    patterns |= {"q": rng.integers(90, 128, (n, k)), "o": np.array(101)}
+    layer.set_patterns(patterns)
+    for m in (1, 40):
+        assert not layer(torch.zeros(m, k)).any(), m
+
+
 @pytest.mark.parametrize(("name", "params"), [("awq4", {"act": "f32"}), ("awq4", {"act": "bf16"}), ("nf4", {})])
 def test_what_is_not_finite_stays_in_its_row(name, params):
     layer, _ = layer_of(name, 256, 48, **params)
