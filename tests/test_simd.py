@@ -267,6 +267,22 @@ def test_every_code_of_x_is_its_planes(group):
         assert torch.equal(y.double(), expected), variant
 
 
+def test_a_scale_of_x_is_rounded_to_bfloat16():
+    text = """scheme mine "x"
+    weight { code q[n, k] : i8 scale s[n] : f32 w ~ q * s }
+    activation { scale t[m] : bf16 = amax(abs(x)) / 127 code a[m, k] : i8 = x / t x ~ a * t }
+    compute i8 -> i32
+    output f32"""
+    scheme, n, k = qdsl.parse(text), 16, 64
+    layer = QuantLinear(scheme, k, n)
+    rng = np.random.default_rng(0)
+    patterns = reference.random_patterns(scheme, rng, n, k)
+    layer.set_patterns(patterns)
+    x = torch.from_numpy(rng.standard_normal((9, k), np.float32))
+    expected = reference.linear(scheme, x.numpy(), patterns, n)
+    assert (np.abs(layer(x).numpy() - expected.y) <= expected.bound).all()
+
+
 @pytest.mark.parametrize("level", [HERE, "x86-64-v2"])
 @pytest.mark.parametrize(
     "weight", ["scale s[n] : f32 w ~ q * s", "scale s[n, k // 64] : f32 param p[n] : f16 w ~ q * s + p"]
