@@ -76,6 +76,24 @@ def test_verify_finds_a_wrong_weight(monkeypatch):
     assert "q = " in str(report)
 
 
+def mine(compute: str, require: str) -> qdsl.Scheme:
+    return qdsl.parse(f"""scheme mine "x"
+    weight {{ code q[n, k] : i8 w ~ q }}
+    activation {{ code a[m, k] : {compute.split()[0]} = x x ~ a }}
+    compute {compute}
+    output f32
+    {require}""")
+
+
+def test_sizes_are_those_that_a_scheme_takes():
+    assert verify(mine("i8 -> i32", "require k % 1024 == 0")).passed
+    assert verify(mine("i16 -> i32", "")).passed, "1344 products of i16 by i8 could overflow"
+    with pytest.raises(
+        qdsl.Error, match=r"takes none of the sizes that are verified, KxN = 8x1, .*; see its `require`"
+    ):
+        verify(mine("i8 -> i32", "require k % 3000 == 0"))
+
+
 def test_verify_finds_an_unwritten_output(monkeypatch):
     monkeypatch.setattr(QuantLinear, "run_into", lambda self, x, y, variant=None, residual=None: None)
     report = verify(qdsl.load("w8a16"))
