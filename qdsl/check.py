@@ -100,6 +100,8 @@ class _Parameters:
         if not value.is_integer() or (p.kind == "dim" and value < 1):
             legal = "a positive whole number, or k for one group over all of k" if p.kind == "dim" else "a whole number"
             self._bad(p, given, f"`{p.name}` is {legal}")
+        if abs(value) >= 10**18:
+            self._bad(p, given, "whole numbers have at most 18 digits")
         return int(value)
 
     def _bad(self, p: ast.Param, given: object, label: str) -> NoReturn:
