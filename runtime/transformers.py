@@ -157,7 +157,8 @@ class QdslQuantizer(HfQuantizer):
         model._weight_conversions = []  # or `save_pretrained` would give tensors the names of older models
         del self.found, self.replaced, model._keys_to_ignore_on_load_unexpected  # back to the class's own
 
-    def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    def _dequantize(self, model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # of a configuration that has been saved
         layers = _layers(model)
         if experts := [name for name, layer in layers.items() if isinstance(layer, QuantExperts)]:
             raise Error(

@@ -83,6 +83,16 @@ def test_what_is_saved_is_loaded_again(tmp_path, size):
     assert not any(layer.batch_invariant for layer in quantized(again).values())
 
 
+@pytest.mark.usefixtures("silent")
+def test_a_save_over_a_sharded_one_leaves_an_index_that_counts_no_more(converted, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(converted)
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors.index.json").exists() and (tmp_path / "model.safetensors").exists()
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+    assert isinstance(model.dequantize().lm_head, torch.nn.Linear), "saving makes its type a word"
+
+
 def test_saving_writes_what_converting_writes(converted, tmp_path):
     AutoModelForCausalLM.from_pretrained(converted).save_pretrained(tmp_path)
     one, two = stored(tmp_path), stored(converted)
