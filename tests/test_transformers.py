@@ -21,7 +21,7 @@ from qdsl.runtime.conversion import convert
 
 transformers = pytest.importorskip("transformers", "5.12")
 
-from transformers import AutoModelForCausalLM  # noqa: E402  (an extra)
+from transformers import AutoModel, AutoModelForCausalLM  # noqa: E402  (an extra)
 from transformers.quantizers import auto  # noqa: E402
 
 from qdsl.runtime.transformers import QdslConfig  # noqa: E402
@@ -121,6 +121,17 @@ def test_experts(tmp_path):
     assert same(again, model) and torch.equal(logits(again), logits(model))
     with pytest.raises(qdsl.Error, match="experts stay quantized"):
         model.dequantize()
+
+
+@pytest.mark.filterwarnings("ignore:.*`lm_head.weight`:UserWarning")
+@pytest.mark.parametrize("own", [True, False])
+def test_a_model_without_its_head(own, converted):
+    options = {} if own else {"quantization_config": QdslConfig()}
+    source = converted if own else AWQ
+    whole, tokens = AutoModelForCausalLM.from_pretrained(source, **options), torch.arange(5)[None]
+    part = AutoModel.from_pretrained(source, **options)
+    assert quantized(part).keys() == {name.removeprefix("model.") for name in quantized(whole)}
+    assert torch.equal(part(tokens).last_hidden_state, whole.model(tokens).last_hidden_state)
 
 
 def test_devices(converted):
