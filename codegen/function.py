@@ -14,7 +14,8 @@ from qdsl.codegen.cuda import overlap
 from qdsl.codegen.plan import VECTOR, Plan
 from qdsl.codegen.tir import decode, dtype_of, i64, load, selecting, storage
 from qdsl.scheme import Extent, Free, Gather, Group, Index, Tensor, Var
-from qdsl.transform import passes, result, transformed
+from qdsl.split import WIDENED
+from qdsl.transform import Pass, passes, result, solved, transformed
 
 THREADS = 128  # of a CUDA block, one piece of work each
 ENOUGH = 1 << 16  # operations of a thread of a CPU: some µs, as long as it takes to start one
@@ -111,8 +112,8 @@ def open_function(plan: Plan, name: str, args: tuple[str, ...]) -> Iterator[tupl
         spelled = {arg: arg.replace(".", "_") for arg in args}
         handles = {arg: IRBuilder.name(f"{s}_handle", T.arg(s, T.handle())) for arg, s in spelled.items()}
         for arg, handle in handles.items():
-            if arg in ("x", "y"):
-                shape, dtype = (sizes["m"], sizes["k"] if arg == "x" else width), out
+            if arg in ("x", "y", WIDENED):
+                shape, dtype = (sizes["m"], width if arg == "y" else sizes["k"]), out
             elif arg in made:
                 whole = made[arg].contraction.result == result(made[arg].transform)
                 shape = sizes["m"], sizes["k"] if whole else tirx.Var(f"{spelled[arg]}_width", "int64")
@@ -157,6 +158,20 @@ class _Ceiling:
 
 def _plain(size) -> tirx.Expr:
     return size.value if isinstance(size, _Ceiling) else i64(size) if isinstance(size, int) else size
+
+
+def extents(plan: Plan, own: Parameters, p: Pass) -> dict[str, tirx.Expr]:
+    """How many positions each digit of a transform has."""
+    size: dict[str, tirx.Expr] = {}
+    for found in solved(p.transform):
+        if found.tensor == "x":
+            whole = own.sizes["k"]
+        else:
+            whole = own.extent(plan.scheme.tensor(found.tensor).index[found.axis])
+        for digit in found.others:
+            whole = T.truncdiv(whole, size[digit])
+        size[found.digit] = whole
+    return size
 
 
 def limit_threads(count: tirx.Expr) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -29,10 +29,13 @@ STAGES = ("syntax", "scheme", "plan", "tir", "source", "binary")
 Report = Callable[[str], None]
 
 
-def lower(planned: Plan) -> dict[str, tirx.PrimFunc]:
-    """Every kernel of a plan: the tensor-core main loop where the equation allows it, the portable nest elsewhere."""
+def lower(planned: Plan, only: Collection[str] | None = None) -> dict[str, tirx.PrimFunc]:
+    """Every kernel of a plan: the tensor-core main loop where the equation allows it, the portable nest elsewhere.
+
+    only  names of functions, where there are kernels for tensor cores; None: all
+    """
     if planned.main_loop:
-        return main_loop.lower(planned)
+        return main_loop.lower(planned, only)
     return {**portable.before(planned), **linear.lower(planned)} if planned.blocked else portable.lower(planned)
 
 

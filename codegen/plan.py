@@ -19,17 +19,17 @@ from qdsl.codegen.simd.blocked import codes as blocked_codes
 from qdsl.codegen.target import Target
 from qdsl.diagnostic import Diagnostic, TargetError, error
 from qdsl.dtype import DType, dtype
-from qdsl.expr import Binary, Expr, Item, Negate, Number, Ref, evaluate, interval, names, of_dtype
+from qdsl.expr import Binary, Cast, Expr, Item, Negate, Number, Range, Ref, evaluate, interval, names, of_dtype
 from qdsl.layout import Axis, Digit, Lane, Layout, Run, plain
 from qdsl.manifest import Buffer, Step, Variant
 from qdsl.order import ORDERED, SOURCE, Order
-from qdsl.scheme import Gather, Group, Scheme, Tensor, Var
-from qdsl.split import Split, ranges, split
+from qdsl.scheme import Activation, Gather, Group, Operand, Scheme, Tensor, Var
+from qdsl.split import WIDENED, Split, ranges, split
 from qdsl.transform import passes, transformed
 
 if TYPE_CHECKING:
+    from qdsl.codegen.cuda.byte_weight import ByteWeight
     from qdsl.codegen.cuda.weight import Weight
-    from qdsl.codegen.cuda.wgmma_bytes import ByteWeight
 
 VECTOR = 16  # output features in one CPU vector, or neighbouring threads of a SIMT kernel
 
@@ -51,6 +51,16 @@ class MainLoop:
     activation: str | None = None  # the codes that x is quantized to, which are multiplied instead of x
     token_scale: str | None = None  # their grouped scale's name
     corrected: bool = False  # what a token's codes are off by is taken off its sums
+    rescaled: bool = (
+        False  # what is multiplied are bytes of the weight, which a group's scale and zero make of its codes
+    )
+    matrices: bool = False  # codes of bytes lie as `wgmma` reads them, not as fragments
+    widened: DType | None = None  # what both operands are multiplied as, where x is made that before
+    made_of: tuple[str, ...] = ()  # the tensors of which x is made then
+
+    def operand(self, scheme: Scheme) -> DType:
+        """The type that x and the weight are multiplied in."""
+        return self.widened or scheme.compute.operand
 
     @property
     def grouped(self) -> tuple[str, ...]:
@@ -63,7 +73,7 @@ class MainLoop:
             scheme.tensor(name).dtype if name else None for name in (self.scale, self.zero, self.offset)
         )
         kind = None if zero is None else "float" if zero.is_float else str(zero)
-        return Key(str(scheme.compute.operand), scale and str(scale), kind, self.group, str(scheme.code.dtype),
+        return Key(str(self.operand(scheme)), scale and str(scale), kind, self.group, str(scheme.code.dtype),
                    offset and str(offset), len(self.table), self.order is not None)  # fmt: skip
 
     def __str__(self) -> str:
@@ -71,6 +81,7 @@ class MainLoop:
         core = f"({self.code} - {zero})" if zero else f"table[{self.code}]" if self.table else self.code
         core += f" * {self.scale}" if self.scale else ""
         core += f" {'-' if self.subtract else '+'} {self.offset}" if self.offset else ""
+        core = f"bytes of {core}" if self.rescaled else core
         if self.activation:
             scaled = f"{self.activation} * {self.token_scale}" if self.token_scale else self.activation
             about = f", groups of {self.group} along k" if self.group else ", sums corrected" if self.corrected else ""
@@ -78,6 +89,7 @@ class MainLoop:
         about = ["one group along k" if self.group is None else f"groups of {self.group} along k"]
         about += [str(self.order)] if self.order else []
         about += [f"{self.parts} features of the weight for one of y"] if self.parts > 1 else []
+        about += [f"by {' * '.join(self.made_of)}, both as {self.widened}"] if self.widened else []
         return f"tensor cores: {core}, {', '.join(about)}"
 
 
@@ -156,21 +168,24 @@ def plan(scheme: Scheme, target: Target, held: Mapping[str, Buffer] | None = Non
     x_split = split(activation.operand, compute.operand, "x") if activation else _identity(compute.operand)
     assert isinstance(weight, Split) and isinstance(x_split, Split), "checked schemes split"
     loop = _byte_loop(scheme, weight, x_split, target) if activation else _main_loop(scheme, weight, target)
+    if activation and loop is None and (wide := _widened(scheme, activation, target)):
+        loop, weight, x_split = wide
     step = _step(scheme, weight, x_split)
     simd = blocked(scheme, weight, x_split, target, step, _core(scheme, weight))
     buffers = tuple(_buffer(t, scheme, target, loop, simd) for t in scheme.tensors if t.loaded)
     if held and any(held.get(b.tensor, b) != b for b in buffers):
         loop, simd, buffers = None, None, tuple(held.get(b.tensor, b) for b in buffers)
     multiply, notes = _multiply(scheme, target) if loop is None and simd is None else (compute.operand, ())
-    if loop and loop.activation:
-        multiply = in_bytes(compute.operand)
+    if loop:
+        multiply = in_bytes(compute.operand) if loop.activation else loop.operand(scheme)
     loaded = [b.tensor for b in buffers if b.tensor not in transform_only(scheme)]
     computed = [t for t in activation.operand.tensors if not t.loaded] if activation else []
     quantize = (*transform_steps(scheme), *_quantize(scheme, target, computed))
     given = (*([transformed(activation)] if "x" in names(x_split.core) else []), *(t.name for t in computed))
     portable = Step("linear", (*given, *loaded, "y"))
     if loop is not None:
-        variants, table = _main_loop_variants(scheme, target, loop, (*quantize, portable) if activation else ())
+        steps = (*quantize, Step("widen", (*loop.made_of, WIDENED)) if loop.widened else portable)
+        variants, table = _main_loop_variants(scheme, target, loop, steps if activation else ())
     elif simd is not None:
         args = tuple(dict.fromkeys((transformed(activation), *loaded, "y")))
         variants, table = _simd_variants(simd, transform_steps(scheme), args)
@@ -288,12 +303,12 @@ def _max_k(scheme: Scheme, weight: Split, activation: Split, step: int | None) -
 
 
 # ---- the tensor-core main loop -----------------------------------------------------------------------------------
-def _main_loop(scheme: Scheme, weight: Split, target: Target) -> MainLoop | None:
+def _main_loop(scheme: Scheme, weight: Split, target: Target, widened: DType | None = None) -> MainLoop | None:
     """The main loop's view of the weight; None when the equation is neither `(code - zero) * scale + offset` nor
     `f(code) * scale + offset`, where all but the code may be missing."""
     code = scheme.code
-    operand = scheme.compute.operand
-    if operand.name not in target.fragments or scheme.activations:
+    operand = widened or scheme.compute.operand
+    if operand.name not in target.fragments:
         return None
     _, parts = scheme.output.half or ("", 1)
     if parts > 2:  # rows of a block of 16 that a lane has together are two
@@ -324,7 +339,17 @@ def _main_loop(scheme: Scheme, weight: Split, target: Target) -> MainLoop | None
         order = Order(next(iter(named)), group, -(-group // 16) * 16)
         group = order.padded
     found = MainLoop(
-        code.name, scale or None, name or None, constant, group, table, offset[0] or None, offset[1], order, parts
+        code.name,
+        scale or None,
+        name or None,
+        constant,
+        group,
+        table,
+        offset[0] or None,
+        offset[1],
+        order,
+        parts,
+        widened=widened,
     )
     return None if _weight(scheme, found).problem else found
 
@@ -372,21 +397,27 @@ def _byte_loop(scheme: Scheme, weight: Split, activation: Split, target: Target)
     operand, code = scheme.compute.operand, scheme.code
     (name,) = names(activation.core) if isinstance(activation.core, Ref) else ("",)
     rest, multiplied = (weight.fold, weight.correction, activation.fold), in_bytes(operand)
-    corrected = activation.correction is not None
+    corrected, rescaled = activation.correction is not None, _rescaled(weight.core, scheme)
     if (
         multiplied.name not in target.byte_fragments
         or any(e is not None for e in rest)
-        or weight.core != Ref(code.name)
+        or not (weight.core == Ref(code.name) or rescaled)
     ):
         return None
     if name == "x" or scheme.tensor(name).dtype != operand or scheme.output.dtype.bits != 16 or len(code.index) != 2:
         return None
-    widened = multiplied.name in ("i8", "e4m3") and code.dtype == dtype("i4")
+    widened = (multiplied.name in ("i8", "e4m3") and code.dtype == dtype("i4")) or (
+        rescaled and multiplied == dtype("i8")
+    )
     if (code.dtype != operand and not widened) or scheme.output.half:
         return None
     if corrected and not (multiplied == dtype("i8") and _of_tokens(activation.correction, scheme)):
         return None
     scales = (weight.promote, activation.promote)
+    if rescaled:
+        group = rescaled.group
+        return MainLoop(code.name, rescaled.scale, rescaled.zero, 0, group, activation=name, corrected=corrected, rescaled=True,
+                        matrices=target.matrices) if scales == (None, None) else None  # fmt: skip
     if any(e is not None and not isinstance(e, Ref) for e in scales):
         return None
     scale, of_tokens = (e.name if isinstance(e, Ref) else None for e in scales)
@@ -402,7 +433,36 @@ def _byte_loop(scheme: Scheme, weight: Split, activation: Split, target: Target)
         return None
     if of_tokens and scheme.tensor(of_tokens).index[0] != Var("m"):
         return None
-    return MainLoop(code.name, scale, None, 0, group, activation=name, token_scale=of_tokens, corrected=corrected)
+    return MainLoop(
+        code.name,
+        scale,
+        None,
+        0,
+        group,
+        activation=name,
+        token_scale=of_tokens,
+        corrected=corrected,
+        matrices=target.matrices,
+    )
+
+
+def _rescaled(core: Expr, scheme: Scheme) -> MainLoop | None:
+    """Of a core `i8((q - z) * r)`, which a group's integers make of codes of 4 bits: their names, and the group."""
+    match core:
+        case Cast(kind, Binary("*", inner, Ref(scale))) if kind == dtype("i8") and scheme.code.dtype.bits == 4:
+            zero = _zero(inner, scheme.code.name, scheme)
+        case _:
+            return None
+    if zero is None or zero[1]:
+        return None
+    loaded = [scheme.tensor(n) for n in (scale, zero[0]) if n]
+    places = [_place(t, scheme) for t in loaded]
+    group = places[0].inputs if places[0] else None
+    if not group or group % 128 or any(place != Place(1, group) for place in places):
+        return None
+    if not all(t.dtype.is_integer and t.dtype.bits <= 8 for t in loaded) or (zero[0] and loaded[1].dtype.bits > 4):
+        return None
+    return MainLoop(scheme.code.name, scale, zero[0] or None, 0, group)
 
 
 def _of_tokens(e: Expr, scheme: Scheme) -> bool:
@@ -412,8 +472,42 @@ def _of_tokens(e: Expr, scheme: Scheme) -> bool:
     return known and interval(e, ranges(tensors)).size <= 128 and interval(e, ranges(tensors)).quantum >= 1
 
 
+def _widened(scheme: Scheme, activation: Activation, target: Target) -> tuple[MainLoop, Split, Split] | None:
+    """The main loop that multiplies codes of both operands, times their scales of groups, as 16-bit floats of y's type; with the
+    equations as they are split for that type. None where these are not exact, unless it is the declared type, to which
+    operands are rounded; or sums are not of floats.
+
+    A multiplier of such codes would do twice the products in a time, or more; the target has none that takes these.
+    """
+    half = scheme.output.dtype
+    weight, x = split(scheme.weight, half, "w"), split(activation.operand, half, "x")
+    if not (isinstance(weight, Split) and isinstance(x, Split) and scheme.compute.accumulator.is_float):
+        return None
+    operands = ((weight, scheme.weight), (x, activation.operand))
+    rounded = half == scheme.compute.operand
+    if x.correction is not None or not (rounded or all(_exact(s, o, half) for s, o in operands)):
+        return None
+    loop = _main_loop(scheme, weight, target, half)
+    used = names(x.core if x.fold is None else Binary("*", x.core, x.fold))
+    made = dict.fromkeys(transformed(activation) if name == "x" else name for name in used)
+    return (replace(loop, made_of=tuple(made)), weight, x) if loop else None
+
+
+def _exact(operand: Split, of: Operand, half: DType) -> bool:
+    """Whether codes times their scales of groups are numbers of a 16-bit type. bf16 has the exponents of float32, in which
+    other kernels multiply them: there powers of two are as exact (of numbers below 2^-126 it has fewer bits)."""
+    known = ranges({t.name: t for t in of.tensors})
+    anything = dtype("e8m0").max <= half.max
+
+    def found(e: Expr) -> Range:
+        power = anything and any(e == Ref(t.name) and t.dtype == dtype("e8m0") for t in of.tensors)
+        return Range(1.0, 1.0, 1.0, 1) if power else known(e)
+
+    return interval(operand.core if operand.fold is None else Binary("*", operand.core, operand.fold), found).fits(half)
+
+
 def in_bytes(operand: DType) -> DType:
-    """The type that wgmma multiplies operands in: there is none for 4 bits, and a byte holds each of those."""
+    """The type that bytes are multiplied in: there is none for 4 bits, and a byte holds each of those."""
     return dtype("i8") if operand == dtype("i4") else operand
 
 
@@ -515,19 +609,21 @@ def place_in(loop: MainLoop, t: Tensor, scheme: Scheme) -> Place | None:
 
 
 def _main_loop_variants(
-    scheme: Scheme, target: Target, loop: MainLoop, portable: Sequence[Step]
+    scheme: Scheme, target: Target, loop: MainLoop, before: Sequence[Step]
 ) -> tuple[tuple[Variant, ...], Table]:
     """The kernels, and the choice among them.
 
-    portable  what computes y where no kernel can, with the steps before it; none: there are kernels for every k
+    before    what computes the operand of x; the last step, if it is the portable one, computes y where no kernel can
     """
     from qdsl.codegen.cuda import measured, model
     from qdsl.codegen.cuda.candidates import candidates
 
     given = [loop.code, *loop.grouped, *([loop.token_scale] if loop.token_scale else [])]
-    before, x, rest = tuple(portable[:-1]), loop.activation or "x", epilogue_tensors(scheme, loop)
+    portable = before if loop.activation else ()
+    before, x = (before[:-1], loop.activation) if loop.activation else (before, WIDENED if loop.widened else "x")
+    rest = epilogue_tensors(scheme, loop)
     if loop.order:
-        before, x = (Step("order_inputs", ("x", SOURCE, ORDERED)),), ORDERED
+        before, x = (*before, Step("order_inputs", (x, SOURCE, ORDERED))), ORDERED
     weight = _weight(scheme, loop)
     kernels = candidates(target, weight)
     variants = tuple(
@@ -551,8 +647,8 @@ def _main_loop_variants(
 def epilogue_tensors(scheme: Scheme, loop: MainLoop) -> list[str]:
     """What kernels take for their epilogue: what is computed of x beside its codes, then what is loaded beside the weight; not
     what x alone is prepared with."""
-    activation = scheme.activation() if loop.activation else None
-    taken = {loop.code, *loop.grouped, loop.activation, loop.token_scale}
+    activation = scheme.activation()
+    taken = {loop.code, *loop.grouped, loop.activation, loop.token_scale, *loop.made_of}
     if activation:
         taken |= {t.name for t in activation.operand.loaded} - set(names(activation.operand.decode))
     found = [t for t in scheme.tensors if t.name not in taken and t.role != "index"]
@@ -576,10 +672,10 @@ def _buffer(
         tile = loop is not None or (target.kind == "cuda" and scheme.code.dtype.bits == 4)
         looked_up = loop is not None and bool(loop.table)
         placed = loop is not None and not looked_up and t == scheme.code
-        own = places(t.dtype, scheme.compute.operand.mantissa) if placed else ()
+        own = places(t.dtype, loop.operand(scheme).mantissa) if placed else ()
         layout = _layout(t, scheme, tile, looked_up, own)
         if loop and loop.activation and t.name == loop.code:
-            layout = fragment_bytes() if t.dtype.bits == 4 else byte_matrices()
+            layout = byte_matrices() if loop.matrices and t.dtype.bits == 8 else fragment_bytes(t.dtype.bits)
     if t.dtype.bits <= 8:
         return Buffer(t.name, f"uint{layout.word}", layout, order, parts)
     native = {"f16": "float16", "bf16": "bfloat16", "f32": "float32", "i32": "int32", "idx": "int32"}
@@ -674,15 +770,18 @@ def places(code: DType, mantissa: int) -> tuple[int, ...]:
     return tuple(found)
 
 
-def fragment_bytes() -> Layout:
+def fragment_bytes(bits: int) -> Layout:
     """The A fragment of 32 inputs, bytes: n = r:2 c:8, k = h:2 t:4 p:4.  A lane is (c t) and has four steps s = 2 u + v of
-    128 inputs. Codes of 4 bits: a byte has those of both r."""
+    128 inputs, for 16 bytes at a time one after the other. Codes of 4 bits: a byte has those of both r, and two steps are 16
+    bytes of a lane."""
     dims = (
         (Digit("o"), Digit("r", 2), Digit("c", 8)),
         (Digit("i"), Digit("u", 2), Digit("v", 2), Digit("h", 2), Digit("t", 4), Digit("p", 4)),
     )
-    words = Axis(("v", "h"), (Run((Lane("p"), Lane("r"))),))
-    return Layout(dims, (Axis(("o",)), Axis(("i",)), Axis(("u", "c", "t")), words), 4, 32)
+    outer = (Axis(("o",)), Axis(("i",)))
+    if bits == 8:
+        return Layout(dims, (*outer, Axis(("u", "v", "c", "t")), Axis(("h", "r"), (Run((Lane("p"),)),))), 8, 32)
+    return Layout(dims, (*outer, Axis(("u", "c", "t")), Axis(("v", "h"), (Run((Lane("p"), Lane("r"))),))), 4, 32)
 
 
 def byte_matrices() -> Layout:

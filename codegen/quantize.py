@@ -27,8 +27,10 @@ from qdsl.codegen.plan import VECTOR, Plan, quantize_args
 from qdsl.codegen.tir import as_float, choose, encode, f32, i64, is_nan, round_bf16, translate
 from qdsl.expr import REDUCTIONS, Call, Expr, Ref, walk
 from qdsl.scheme import Group, Index, Tensor, Var
+from qdsl.split import WIDENED
 
 WIDE = 2 * VECTOR  # lanes of a reduction: two chains
+PIECE = 8  # neighbours of a token that a thread of a GPU widens
 
 
 def lower(plan: Plan, steps: Mapping[str, tuple[str, ...]]) -> dict[str, tirx.PrimFunc]:
@@ -98,6 +100,23 @@ def compute(own: Parameters, tensor: Tensor, *token: tirx.Expr) -> None:
                 nest(rest[1:], [*index, i])
 
     nest(list(tensor.index[len(token) :]), [*token])
+
+
+def widen(plan: Plan) -> tirx.PrimFunc:
+    """On a GPU, the operand of x as 16-bit floats, where a product of codes has no multiplier: `MainLoop.widened`."""
+    args, x = (*plan.main_loop.made_of, WIDENED), plan.activation
+    with open_function(plan, "widen", args) as (builder, own):
+        m, k = own.sizes["m"], own.sizes["k"]
+        pieces = T.truncdiv(k + i64(PIECE - 1), i64(PIECE))
+        with each(plan, m * pieces, m * k) as flat:
+            row, first = T.truncdiv(flat, pieces), T.truncmod(flat, pieces) * i64(PIECE)
+            with T.serial(i64(0), T.min(i64(PIECE), k - first)) as i:
+                at = {"m": row, "k": first + i}
+                value = as_float(translate(x.core, lambda e: _activation_value(own, e, at)))
+                if x.fold is not None:
+                    value = value * as_float(translate(x.fold, lambda e: _activation_value(own, e, at)))
+                store(own.buffers[WIDENED], T.cast(value, str(own.buffers[WIDENED].dtype)), row, first + i)
+    return builder.get()
 
 
 def inline(own: Parameters, tensor: Tensor) -> bool:

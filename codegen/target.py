@@ -70,7 +70,8 @@ class Target:
     multiplies   operand types that the portable loop nest multiplies, cheapest first; anything else is widened to the
                  first that holds it exactly
     fragments    operand types of `mma.sync` that the tensor-core main loop uses
-    byte_fragments  those of `wgmma` that multiply what activations are quantized to
+    byte_fragments  those of `mma.sync` or `wgmma` that multiply what activations are quantized to
+    matrices     bytes are multiplied as they lie in shared memory, by `wgmma`
     gpu          what kernel times are predicted for, on CUDA
     units        vector and matrix units of a CPU: "avx2", "avx512", "vnni" (`vpdpbusd` of 512 bits), "bf16"
                  (`vdpbf16ps`), "amx" (tiles of int8 and bf16); of Arm "f16", "dot", "i8mm", "bf16"
@@ -81,6 +82,7 @@ class Target:
     multiplies: tuple[str, ...]
     fragments: tuple[str, ...]
     byte_fragments: tuple[str, ...] = ()
+    matrices: bool = False
     gpu: Gpu | None = None
     units: frozenset[str] = frozenset()
 
@@ -109,8 +111,8 @@ def target(kind: str, arch: str) -> Target:
         if (match := re.fullmatch(r"sm_(\d+)a?", arch)) and int(match[1]) < 80:
             raise TargetError(f"{arch} is too old: the kernels need cp.async and bf16 mma, which came with sm_80")
         _known(arch, GPUS, "CUDA architecture")
-        bytes_ = ("i8", "e4m3", "e5m2") if arch == "sm_90a" else ()
-        return Target("cuda", arch, ("i32", "f32"), ("f16", "bf16"), bytes_, _GPUS[arch])
+        bytes_ = ("i8", "e4m3", "e5m2") if int(arch[3:].rstrip("a")) >= 89 else ("i8",)
+        return Target("cuda", arch, ("i32", "f32"), ("f16", "bf16"), bytes_, arch == "sm_90a", _GPUS[arch])
     raise TargetError(f"unknown target `{kind}`; one of `cpu`, `cuda`")
 
 

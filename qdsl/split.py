@@ -25,6 +25,8 @@ from qdsl.dtype import DType
 from qdsl.expr import Binary, Expr, Negate, Number, Range, interval, names, of_codes, of_dtype, of_values, product
 from qdsl.scheme import Gather, Group, Operand, Tensor, Var
 
+WIDENED = "x.widened"  # the codes of x times their scales of groups, as 16-bit floats; no tensor is named so
+
 
 @dataclass(frozen=True)
 class Split:

@@ -33,6 +33,7 @@ from qdsl.order import ORDERED, SOURCE, Order
 from qdsl.runtime.processor import cpu_levels
 from qdsl.runtime.repack import torch_dtype
 from qdsl.scheme import Scheme, Var
+from qdsl.split import WIDENED
 from qdsl.transform import loaded, passes, widths
 
 ALIGNMENT = 64  # bytes; what the kernels' widest loads ask of a tensor's first element
@@ -218,6 +219,7 @@ class Kernel:
         steps = [step for variant in m.variants[arch][phase] for step in variant.steps]
         used = {arg for step in steps for arg in step.args}
         self.computed = tuple(t for t in scheme.tensors if isinstance(t.value, Expr) and t.name in used)
+        self.widened = WIDENED in used
         block = scheme.activation()
         self.transforms = block.transforms if block else ()
         self._variants: dict[str, tuple[_Call, ...]] | None = None
@@ -246,7 +248,8 @@ class Kernel:
         import tvm_ffi
 
         library = tvm_ffi.load_module(str(self.artifact.library(self.arch)))
-        between = [*(t.name for t in self.computed), *(p.name for p in passes(self.transforms)), ORDERED]
+        widened = [WIDENED] if self.widened else []
+        between = [*(t.name for t in self.computed), *(p.name for p in passes(self.transforms)), *widened, ORDERED]
         pool = ["x", *self.names, "y", *between]
         self._variants = {
             v.name: tuple(
@@ -335,7 +338,7 @@ class Kernel:
 
     def _allocate(self, x: torch.Tensor, buffers: Sequence[torch.Tensor], n: int) -> list[torch.Tensor]:
         """Room for what the steps compute between them: codes and scales of the activations, x on its way through
-        transforms, and x in another order."""
+        transforms, what is multiplied of it, and x in another order."""
         m, k = x.shape
         template = self._templates.get((n, k))
         if template is None:
@@ -359,6 +362,8 @@ class Kernel:
                 named = zip((self.names[at] for at in self._shaping), shapes)
                 found = self._widths[k, shapes] = widths(self.transforms, {"x": x.shape, **dict(named)})
             result += [x.new_empty((m, width), dtype=torch.float32) for width in found]
+        if self.widened:
+            result.append(torch.empty_like(x))
         if self.ordered:
             result.append(x.new_empty((m, buffers[-1].shape[0])))
         return result

@@ -16,9 +16,9 @@ activation prefill {
 
 activation decode {
     scale c[]     : f32
-    zero  o[]     : f32  # a whole number
-    code  a[m, k] : i8 = x / c + o
-    x ~ (a - o) * c
+    zero  o[]     : f32  # a whole number of an i8
+    code  a[m, k] : i8 = x / c + i8(o)
+    x ~ (a - i8(o)) * c
 }
 
 compute i8 -> i32

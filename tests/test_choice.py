@@ -26,9 +26,9 @@ from qdsl.choice import (
     tables_to_json,
 )
 from qdsl.codegen.cuda import measured
+from qdsl.codegen.cuda.byte_weight import ByteWeight
 from qdsl.codegen.cuda.candidates import candidates
 from qdsl.codegen.cuda.weight import Shared, Weight
-from qdsl.codegen.cuda.wgmma_bytes import ByteWeight
 from qdsl.codegen.target import GPUS, target
 from qdsl.dtype import dtype
 from qdsl.manifest import Variant

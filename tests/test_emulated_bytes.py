@@ -1,4 +1,4 @@
-"""Products of bytes on Hopper, emulated: quantized activations by quantized weights, from the scheme to y."""
+"""Products of bytes on tensor cores, emulated: quantized activations by quantized weights, from the scheme to y."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from qdsl.order import Inputs
 from qdsl.runtime import repack
 from qdsl.runtime.buffer import packed
 from qdsl.scheme import Scheme
+from qdsl.split import WIDENED
 
 NEEDS = pytest.mark.skipif(nvcc() is None, reason="needs the headers of CUDA, which come with nvcc")
 SCHEMES = {
@@ -32,6 +33,7 @@ SCHEMES = {
     "static": qdsl.load("fp8_static"),
     "w4a8-groups": qdsl.load("w4a8_group", group=128),
     "w4a8-fp8": qdsl.load("w4a8_fp8"),
+    "w4a8-rescaled": qdsl.load("w4a8"),
     "zero-point": qdsl.load("w8a8_static"),
     "zero-points": qdsl.load("w8a8_dynamic_asym"),
     "w4a4": qdsl.load("w4a4"),
@@ -41,12 +43,12 @@ ALL_KERNELS = ("int8", "blocks", "w4a8-groups")  # the others differ in what com
 WHOLE, NIBBLES = ("w16", "w16_split", "w64_wide", "w128_tail"), ("w16", "w16_split", "w64_tail", "w128")
 
 
-def run(scheme: Scheme, names, shapes, folder: Path) -> dict[str, float]:
+def run(scheme: Scheme, names, shapes, folder: Path, arch: str = "sm_90a") -> dict[str, float]:
     """The worst error of each kernel over its bound."""
-    goal = target("cuda", "sm_90a")
+    goal = target("cuda", arch)
     planned = plan(scheme, goal)
     wanted = {step.function for v in planned.variants if v.name in names for step in v.steps}
-    module = library(host.emit({n: f for n, f in lower(planned).items() if n in wanted}, goal, True), folder)
+    module = library(host.emit(lower(planned, wanted), goal, planned.overlapped), folder)
     worst: dict[str, float] = {}
     for m, n, k in shapes:
         patterns = reference.random_patterns(scheme, np.random.default_rng(0), n, k)
@@ -60,7 +62,7 @@ def run(scheme: Scheme, names, shapes, folder: Path) -> dict[str, float]:
             kind = torch.uint8 if t.dtype.bits == 8 or t.role == "code" else torch.float32
             given |= {t.name: torch.full(t.held_shape(sizes, scheme) or (1,), 255, dtype=kind)}
         given |= {
-            name: torch.full((m, k), torch.nan)
+            name: torch.full((m, k), torch.nan, dtype=x.dtype if name == WIDENED else torch.float32)
             for v in planned.variants[:1]
             for s in v.steps
             for name in s.args
@@ -100,10 +102,43 @@ def test_many_tokens(name, tmp_path):
     assert worst.keys() == set(MANY[name]) and max(worst.values()) <= 1, worst
 
 
+OLDER = {
+    ("int8", "sm_80"): ("b1", "b128"),
+    ("zero-points", "sm_80"): ("b8",),
+    ("w4a8-groups", "sm_86"): ("b32",),
+    ("w4a8-rescaled", "sm_80"): ("b1", "b16"),
+    ("blocks", "sm_89"): ("b16", "b64"),
+}
+
+
+@NEEDS
+@pytest.mark.parametrize(("name", "arch"), OLDER)
+def test_mma_of_bytes(name, arch, tmp_path):
+    """Of architectures without wgmma: int8 since sm_80, fp8 since sm_89."""
+    worst = run(SCHEMES[name], OLDER[name, arch], [(3, 72, 208), (70, 40, 1040)], tmp_path, arch)
+    assert worst.keys() == set(OLDER[name, arch]) and max(worst.values()) <= 1, worst
+
+
+WIDENED_CODES = {
+    ("nvfp4", "sm_90a"): ("t8", "w64"),
+    ("mxfp8a8", "sm_89"): ("m1",),
+    ("fp8_block_ue8m0", "sm_80"): ("m64",),
+}
+
+
+@NEEDS
+@pytest.mark.parametrize(("name", "arch"), WIDENED_CODES)
+def test_codes_that_a_target_cannot_multiply_are_widened_exactly(name, arch, tmp_path):
+    kernels = WIDENED_CODES[name, arch]
+    worst = run(qdsl.load(name), kernels, [(3, 72, 208), (20, 40, 144)], tmp_path, arch)
+    assert worst.keys() == set(kernels) and max(worst.values()) <= 1, worst
+
+
 def test_what_is_no_product_of_codes_alone_stays_portable():
-    for name in ("w4a8", "nvfp4", "mxfp8a8"):
-        assert plan(qdsl.load(name), target("cuda", "sm_90a")).main_loop is None
-    assert plan(qdsl.load("w8a8_dynamic"), target("cuda", "sm_89")).main_loop is None
+    """Scales of groups in float32 are no factors of 16-bit floats, and sums of 16-bit floats are none of integers."""
+    for name, arch in (("fp8_block", "sm_86"), ("w4a8_fp8", "sm_80"), ("w4a16_int", "sm_90a")):
+        assert plan(qdsl.load(name), target("cuda", arch)).main_loop is None
+    assert plan(qdsl.load("mxfp8a8", act="f16"), target("cuda", "sm_90a")).main_loop is None, "f16 has fewer exponents"
 
 
 @pytest.mark.parametrize(

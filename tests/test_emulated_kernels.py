@@ -236,7 +236,7 @@ def test_gate_and_up_through_every_way_to_store(tmp_path):
     names = ("t8", "t16_split", "w32_narrow", "w64_tail", "w152", "w256_tail", "w128_split")
     scheme, goal = qdsl.load(TEST_SCHEMES / "gate_up_channel.q"), target("cuda", "sm_90a")
     planned = plan(scheme, goal)
-    functions = {name: f for name, f in main_loop.lower(planned).items() if name.removeprefix("linear_") in names}
+    functions = main_loop.lower(planned, [f"linear_{name}" for name in names])
     module = library(host.emit(functions, goal, goal.dependent_launch), tmp_path)
     assert len(functions) == len(names)
     for m, n, k in ((3, 72, 200), (20, 52, 136), (70, 400, 136)):
@@ -294,9 +294,7 @@ def test_schemes_from_their_equation_to_their_numbers(name, params, tmp_path):
     scheme, goal = qdsl.load(TEST_SCHEMES / name if name.endswith(".q") else name, **params), target("cuda", "sm_80")
     planned, (m, n, k) = plan(scheme, goal), SHAPES[0]
     order = planned.main_loop.order
-    functions = {
-        name: f for name, f in main_loop.lower(planned).items() if name in ("order_inputs", "linear_m8", "linear_m64")
-    }
+    functions = main_loop.lower(planned, ("order_inputs", "linear_m8", "linear_m64"))
     module = library(host.emit(functions, goal), tmp_path)
     patterns = reference.random_patterns(scheme, np.random.default_rng(0), n, k)
     inputs = Inputs(k, {t.name: patterns[t.name] for t in scheme.weight.tensors if t.role == "index"})

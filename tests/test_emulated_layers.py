@@ -46,13 +46,12 @@ def emulated(tmp_path_factory):
         if scheme.bound not in known:
             folder, goal, level = tmp_path_factory.mktemp("artifact"), target("cuda", "sm_80"), cpu_levels()[0]
             planned = plan(scheme, goal)
-            kept = ("order_inputs", "linear_m8")
-            functions = {name: f for name, f in main_loop.lower(planned).items() if name in kept}
-            file = built(host.emit(functions, goal), folder / "kernel.so")
-            variant = replace(next(v for v in planned.variants if v.name == "m8"), order="by rising k")
+            variant = replace(next(v for v in planned.variants if v.name in ("m8", "b8")), order="by rising k")
+            kept = {step.function for step in variant.steps}
+            file = built(host.emit(main_loop.lower(planned, kept), goal), folder / "kernel.so")
             manifest = Manifest(
                 scheme.name, scheme.text, plain_params(scheme), "cpu", {level: file.name}, {level: planned.buffers}, {level: {"": (variant,)}},
-                {level: {"": only("m8")}}, planned.offset, None, None, (), {}, {file.name: hashlib.sha256(file.read_bytes()).hexdigest()}, scheme.bound,
+                {level: {"": only(variant.name)}}, planned.offset, None, None, (), {}, {file.name: hashlib.sha256(file.read_bytes()).hexdigest()}, scheme.bound,
             )  # fmt: skip
             (folder / MANIFEST).write_text(manifest.to_json())
             known[scheme.bound] = folder
@@ -62,7 +61,7 @@ def emulated(tmp_path_factory):
 
 
 SCHEMES = [("gptq_actorder", {"group": 32}), ("gptq", {"group": 20}), (TEST_SCHEMES / "gate_up_channel.q", {}),
-           (TEST_SCHEMES / "gate_up_actorder.q", {}), ("fp8a16_block", {"block": 24})]  # fmt: skip
+           (TEST_SCHEMES / "gate_up_actorder.q", {}), ("fp8a16_block", {"block": 24}), ("fp8_dynamic", {})]  # fmt: skip
 
 
 def agrees(layer, patterns, m=5):

@@ -67,8 +67,8 @@ def test_codes_of_any_kind_take_the_main_loop(name, params, core, lanes):
     ("name", "params"),
     [
         ("awq4", {"act": "f32"}),
-        ("w4a8", {}),
-        ("w8a8_static", {}),
+        ("w4a16_int", {}),
+        ("fp8_block", {}),
     ],
 )
 def test_what_the_main_loop_does_not_know_is_portable(name, params):

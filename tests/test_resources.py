@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import qdsl
 from qdsl.cache import nvcc
 from qdsl.codegen.cuda import hopper, host, main_loop, mma, warp, wgmma
+from qdsl.codegen.cuda.byte_weight import ByteWeight
 from qdsl.codegen.cuda.candidates import candidates
 from qdsl.codegen.cuda.weight import Shared, Weight
-from qdsl.codegen.cuda.wgmma_bytes import ByteWeight
 from qdsl.codegen.plan import plan
 from qdsl.codegen.target import target
 from qdsl.dtype import dtype
@@ -23,6 +25,8 @@ NVFP4 = Weight("bfloat16", 0, None, "e4m3", 16, dtype("e2m1"))
 TABLE = Weight("bfloat16", 0, None, "float16", 48, dtype("u5"), tuple(i / 8 - 1 for i in range(24)))
 E4M3 = ByteWeight(dtype("e4m3"), dtype("e4m3"), "bfloat16", 64, "float32", Shared(128, 64), "float32")
 NIBBLES = ByteWeight(dtype("i8"), dtype("i4"), "bfloat16", 64, "float32")
+INT8_BY_MMA = ByteWeight(dtype("i8"), dtype("i8"), "bfloat16", corrected=True, matrices=False)
+E4M3_BY_MMA = replace(E4M3, matrices=False)
 # Of Hopper's kernels those that come within a register or two of their limit. Another weight changes a few registers, so
 # the others are compiled for one weight, or for all with --every-kernel.
 TIGHT = {"w256", "w152", "w128_wide", "w128", "w128_split", "w32_wide", "t8_tall", "t16", "t16_split", "h16", "any"}
@@ -41,8 +45,22 @@ TIGHT = {"w256", "w152", "w128_wide", "w128", "w128_split", "w32_wide", "t8_tall
         ("sm_80", TABLE, 0),
         ("sm_90a", E4M3, 64),  # 256 tokens: sums, products and their factors
         ("sm_90a", NIBBLES, 8),
+        ("sm_80", INT8_BY_MMA, 0),
+        ("sm_89", E4M3_BY_MMA, 0),
     ],
-    ids=["sm_80", "sm_90a", "symmetric", "mixed", "int8", "nvfp4", "table", "blocks", "nibbles"],
+    ids=[
+        "sm_80",
+        "sm_90a",
+        "symmetric",
+        "mixed",
+        "int8",
+        "nvfp4",
+        "table",
+        "blocks",
+        "nibbles",
+        "bytes-sm_80",
+        "bytes-sm_89",
+    ],
 )
 def test_nothing_spills_and_no_wgmma_waits_for_the_compiler(arch, weight, spilled, tmp_path, request):
     """Run with -s to read the registers. ptxas warns where it waits after every wgmma, which costs half the speed."""
@@ -125,7 +143,7 @@ def test_a_chain_of_kernels_overlaps_from_sm_90_on():
 def test_all_who_read_what_the_predecessor_computes_wait_for_it(name, kernel, waits):
     """What the emulation can't see: there, a kernel begins when the one before has ended."""
     planned = plan(qdsl.load(name), target("cuda", "sm_90a"))
-    function = main_loop.lower(planned)[f"linear_{kernel}"]
+    (function,) = main_loop.lower(planned, [f"linear_{kernel}"]).values()
     text = host.emit({kernel: function}, planned.target, overlapped=True)
     assert text.count("tvm_builtin_ptx_griddepcontrol_wait();") == waits
 

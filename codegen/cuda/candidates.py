@@ -10,13 +10,13 @@ from dataclasses import dataclass
 
 from tvm import tirx
 
-from qdsl.codegen.cuda import hopper, mma, stage, warp, wgmma
+from qdsl.codegen.cuda import hopper, mma, mma_bytes, stage, warp, wgmma
+from qdsl.codegen.cuda.byte_weight import ByteWeight
 from qdsl.codegen.cuda.model import Work
 from qdsl.codegen.cuda.reduce import SUM
 from qdsl.codegen.cuda.stage import SHARED, Stage
 from qdsl.codegen.cuda.tile import Tile
 from qdsl.codegen.cuda.weight import Weight
-from qdsl.codegen.cuda.wgmma_bytes import ByteWeight
 from qdsl.codegen.target import Target
 
 
@@ -41,10 +41,11 @@ def candidates(target: Target, weight: Weight) -> tuple[Candidate, ...]:
     """Every kernel for a weight on a target, by rising number of tokens; without those whose stages have no room."""
     assert not weight.problem, weight.problem
     found: list[Candidate | None]
-    if isinstance(weight, ByteWeight):
+    if isinstance(weight, ByteWeight) and weight.matrices:
         found = [_hopper(weight, tile) for tile in wgmma.byte_tiles(weight)]
-        return tuple(kernel for kernel in found if kernel is not None)
-    if target.arch != "sm_90a":
+    elif isinstance(weight, ByteWeight):
+        found = [_mma(target, weight, tile, SHARED) for tile in mma_bytes.tiles(weight)]
+    elif target.arch != "sm_90a":
         found = [_mma(target, weight, tile, SHARED) for tile in mma.tiles()]
     else:
         *few, most = (_mma(target, weight, tile, hopper.SHARED) for tile in mma.hopper_tiles())
@@ -64,7 +65,7 @@ def _mma(target: Target, weight: Weight, tile: Tile, shared: int) -> Candidate |
         tokens=tile.tokens,
         features=tile.features,
         teams=tile.teams,
-        slice=64 * small.slice,
+        slice=64 * weight.unit * small.slice,
         stages=small.stages,
         threads=tile.threads,
         resident=tile.resident,
@@ -75,7 +76,7 @@ def _mma(target: Target, weight: Weight, tile: Tile, shared: int) -> Candidate |
         split=tile.cluster,
         overlapped=target.dependent_launch,
     )
-    return Candidate(tile.name, lower, work, Stage(weight, small).order)
+    return Candidate(tile.name, lower, work, Stage(weight, small).order, 1 if weight.unit == 1 else 8 * weight.unit)
 
 
 def _hopper(weight: Weight, tile: warp.WarpTile | wgmma.WarpgroupTile) -> Candidate | None:

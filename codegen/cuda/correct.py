@@ -15,7 +15,7 @@ from qdsl.codegen.cuda.decode import Emitter
 from qdsl.codegen.cuda.fragments import mma
 from qdsl.codegen.cuda.kernel import Kernel
 from qdsl.codegen.cuda.stage import Stage, group_bytes
-from qdsl.codegen.cuda.weight import INTEGERS, NIBBLES, Weight
+from qdsl.codegen.cuda.weight import BYTES, INTEGERS, NIBBLES, Weight
 
 
 class SumStep:
@@ -334,6 +334,14 @@ def load_groups(k: Kernel, views, slot, f: int, step) -> dict[str, list]:
     return loaded
 
 
+def scale_of_block(k: Kernel, views, slot, block, step):
+    """The scale that all features of a block of 16 have (`Weight.uniform`), in float32."""
+    word, kind = T.alloc_local([1], "uint32"), k.weight.scale
+    load = {1: "u8", 2: "u16", 4: "b32"}[BYTES[kind]]
+    ptx(f"ld.shared.{load}", word[0], views["scale"].ptr(slot, block, step, 0))
+    return floats(k, kind, [word[0]])[0]
+
+
 def group_place(k: Kernel, dtype: str):
     """Where the values of the lane's features begin in those of a group, in bytes."""
     return k.lane // 4 * (group_bytes(dtype) // 8)
@@ -342,12 +350,12 @@ def group_place(k: Kernel, dtype: str):
 def floats(k: Kernel, dtype: str, words) -> list:
     """Loaded words -> the float32 values of features c and c + 8."""
     if dtype in INTEGERS:
-        return [T.cast(number, "float32") for number in _integers(dtype, words)]
+        return [T.cast(number, "float32") for number in integers(dtype, words)]
     if dtype == "float32":
         return [T.reinterpret("float32", word) for word in words]
     pair = halves(k, dtype, words)
     if pair is None:
-        return [decode.small_float(dtype, byte) for byte in _integers("u8", words)]
+        return [decode.small_float(dtype, byte) for byte in integers("u8", words)]
     kind, word = pair
     if kind == "bfloat16":
         return [T.reinterpret("float32", half) for half in (word << T.uint32(16), word & T.uint32(0xFFFF0000))]
@@ -377,7 +385,7 @@ def _offsets(k: Kernel, words) -> list:
 
 def _zero(weight: Weight, words, r: int):
     """The integer zero point of feature c + 8 r, a negative one wrapped around; None: there is none."""
-    return T.cast(_integers(weight.zero, words["zero"])[r], "uint32") if weight.zero else None
+    return T.cast(integers(weight.zero, words["zero"])[r], "uint32") if weight.zero else None
 
 
 def _negative(weight: Weight, r: int, zero, divided: bool):
@@ -393,7 +401,7 @@ def _negative(weight: Weight, r: int, zero, divided: bool):
     return ((zero << T.uint32(shift)) + T.uint32(bits)) * T.uint32(0x10001)
 
 
-def _integers(dtype: str, words) -> list:
+def integers(dtype: str, words) -> list:
     """Loaded words -> the integers of features c and c + 8: two nibbles or two bytes, extended by their sign if need be."""
     bits = 4 if dtype in NIBBLES else 8
     found = [words[0] & T.uint32((1 << bits) - 1), words[0] >> T.uint32(bits)]

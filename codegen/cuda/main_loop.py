@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from qdsl.codegen import portable
+from qdsl.codegen import portable, quantize
 from qdsl.codegen.cuda import inputs, mma
+from qdsl.codegen.cuda.byte_weight import ByteWeight
 from qdsl.codegen.cuda.candidates import candidates
 from qdsl.codegen.cuda.reduce import Epilogue, Load
 from qdsl.codegen.cuda.weight import Shared, Weight
-from qdsl.codegen.cuda.wgmma_bytes import ByteWeight
 from qdsl.codegen.function import Parameters, buffer_shape
 from qdsl.codegen.plan import MainLoop, Plan, epilogue_tensors, in_bytes, place_in
 from qdsl.codegen.tir import as_float, storage, translate
@@ -21,7 +21,8 @@ from qdsl.expr import Half, Item, Ref
 from qdsl.scheme import Group, Index, Scheme, Var
 
 
-def lower(plan: Plan) -> dict[str, tirx.PrimFunc]:
+def lower(plan: Plan, only: Collection[str] | None = None) -> dict[str, tirx.PrimFunc]:
+    """only: names of functions; None: all"""
     loop = plan.main_loop
     assert loop is not None, "the plan chose the main loop"
     extra = tuple(_extra(plan, name) for name in epilogue_tensors(plan.scheme, loop))
@@ -29,14 +30,16 @@ def lower(plan: Plan) -> dict[str, tirx.PrimFunc]:
     kernels = {
         f"linear_{c.name}": c.lower(f"linear_{c.name}", extra, epilogue, loop.parts)
         for c in candidates(plan.target, weight)
+        if only is None or f"linear_{c.name}" in only
     }
+    before = {}
     if loop.activation:
-        return {**kernels, **portable.lower(plan)}
-    return (
-        {"order_inputs": inputs.lower("order_inputs", weight.compute, plan.target), **kernels}
-        if loop.order
-        else kernels
-    )
+        before = portable.lower(plan)
+    if loop.widened:
+        before = {**portable.before(plan), "widen": quantize.widen(plan)}
+    if loop.order:
+        before["order_inputs"] = inputs.lower("order_inputs", weight.compute, plan.target)
+    return {name: f for name, f in {**before, **kernels}.items() if only is None or name in only}
 
 
 def weight_of(scheme: Scheme, loop: MainLoop) -> Weight | ByteWeight:
@@ -57,8 +60,11 @@ def weight_of(scheme: Scheme, loop: MainLoop) -> Weight | ByteWeight:
             Shared(place.features, place.inputs and place.inputs // 2) if place else None,
             loaded(loop.token_scale),
             loop.corrected,
+            loop.rescaled,
+            loaded(loop.zero),
+            loop.matrices,
         )
-    compute, code = storage(scheme.compute.operand), scheme.code.dtype
+    compute, code = storage(loop.operand(scheme)), scheme.code.dtype
     index = dtype(f"u{code.bits}") if loop.table else code
     shared = []
     for role, name in (("scale", loop.scale), ("zero", loop.zero), ("offset", loop.offset)):

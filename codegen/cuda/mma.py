@@ -31,11 +31,13 @@ from qdsl.codegen.cuda.correct import SumStep, WeightStep
 from qdsl.codegen.cuda.decode import words_of
 from qdsl.codegen.cuda.fragments import load_codes, load_tokens
 from qdsl.codegen.cuda.kernel import Kernel
+from qdsl.codegen.cuda.mma_bytes import ByteStep
 from qdsl.codegen.cuda.reduce import SUM, Epilogue, reduce, store_partials
 from qdsl.codegen.cuda.stage import (
     SHARED,
     FillCodes,
     FillTokens,
+    FillTokenScales,
     Stage,
     declare_views,
     fill_of,
@@ -106,7 +108,11 @@ def lower(
             if overlapped:
                 overlap.wait()
                 overlap.let_in()
-            store_partials(k, _main_loop(k))
+            steps = STEPS[tile.correct](k)
+            acc = _main_loop(k, steps)
+            if isinstance(steps, ByteStep) and epilogue.correct:
+                steps.correct(acc, lambda m: epilogue.correction(m, others))
+            store_partials(k, acc)
             reduce(k, tile.cluster, epilogue, others, own["y"])
     return builder.get()
 
@@ -180,7 +186,10 @@ def _enter(weight, tile, buffers, parts: int) -> Kernel:
     )
 
 
-def _main_loop(k: Kernel):
+STEPS = {"sums": SumStep, "weights": WeightStep, "nothing": ByteStep}  # by `Tile.correct`
+
+
+def _main_loop(k: Kernel, steps):
     """-> the warp's accumulators, [feature tile, token tile, register] in one array.
 
     Round i fills a stage with slice i and multiplies slice i - ahead. One loop does both: a kernel that runs
@@ -197,7 +206,9 @@ def _main_loop(k: Kernel):
     fills: list = [FillCodes(k, views["q"], first)]
     fills += [fill_of(k, role, views[role], first) for role in k.weight.grouped]
     fills.append(FillTokens(k, views["x"], first))
-    acc = zeros(4 * tile.feature_tiles * tile.token_tiles, "float32")
+    if k.weight.token_scale:
+        fills.append(FillTokenScales(k, views["token_scale"], first))
+    acc = zeros(4 * tile.feature_tiles * tile.token_tiles, k.weight.sums)
     with T.serial(0, count[0] + ahead, unroll=False) as i:
         assign(other, 0, T.if_then_else(slot[0] == ahead, T.int32(0), slot[0] + 1))  # that of slice i - ahead
         with when(i >= ahead):
@@ -209,7 +220,7 @@ def _main_loop(k: Kernel):
                 fill.advance(stride)
         ptx("cp.async.commit_group")
         with when(i >= ahead):
-            _multiply(k, views, acc, other[0])
+            _multiply(k, views, acc, other[0], steps)
         assign(slot, 0, other[0])
     return acc
 
@@ -230,14 +241,13 @@ def _team_sync(k: Kernel):
         ptx("bar.sync", T.cast(k.team + 1, "uint32"), T.uint32(k.tile.team_threads))
 
 
-def _multiply(k: Kernel, views, acc, slot):
+def _multiply(k: Kernel, views, acc, slot, steps):
     """acc += the warp's features x tokens over one slice.
 
     The slice is unrolled, so that the compiler can move loads forward, unless the accumulators leave no
     registers for that; then one k tile is.
     """
     tile = k.tile
-    steps = (SumStep if tile.correct == "sums" else WeightStep)(k)
     if tile.feature_tiles * tile.token_tiles < 32:
         multiply_tiles(k, views, acc, slot, steps, 0, tile.slice)
     else:

@@ -120,7 +120,7 @@ def seconds(work: Work, weight: Weight, gpu: Gpu, m: int, n: int, k: int) -> flo
     codes = weights * CLOCKS[work.decode] / gpu.clock
     ahead = OVERLAPPED if work.overlapped else LAUNCH
     if work.multiplier == "mma":
-        multiplier = weights * 2 * max(8, work.tokens) / (gpu.mma / gpu.sms) + codes
+        multiplier = weights * 2 * max(8, work.tokens) / (gpu.mma * weight.unit / gpu.sms) + codes
     else:
         rate, instruction = gpu.wgmma * weight.unit, INSTRUCTION / weight.unit
         products = weights * 2 * work.tokens / (rate / gpu.sms)

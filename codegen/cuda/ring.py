@@ -233,7 +233,7 @@ def fill_groups(k: Kernel, ring: Ring, cursor: Cursor, warp, begin, end):
     first = begin + warp if step > 1 else begin
     fills: list = [fill_of(k, role, ring.views[role], first * tile.slice) for role in k.weight.grouped]
     if k.weight.token_scale:
-        fills.append(FillTokenScales(k, ring.views["token_scale"], first * tile.slice))
+        fills.append(FillTokenScales(k, ring.views["token_scale"], first * tile.slice, whole_rows(k)))
     with T.serial(0, (end - first + (step - 1)) // step, unroll=False):
         slot = cursor.slot
         T.evaluate(T.cuda.mbarrier_wait(ring.empty(slot), cursor.phase))

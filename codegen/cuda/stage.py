@@ -8,6 +8,7 @@ of a row. What lies outside of a tensor becomes zero.
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 
 import tvm
@@ -62,9 +63,11 @@ class Stage:
         share = "1 team" if self.tile.teams == 1 else f"{self.tile.teams} teams by {64 * self.tile.slice}"
         if self.tile.cluster > 1:
             share = f"{self.tile.cluster} CTAs by {64 * self.tile.slice}, of {share}"
+        if self.weight.sums == "uint32":
+            return "integers"  # are summed exactly in any order
         if self.tile.correct == "sums":
             return f"mma {share}, {self.scaled}"
-        return f"mma {share}, corrects weights"
+        return f"mma {share}, {f'adds sums of {self.step}' if self.weight.promoted else 'corrects weights'}"
 
     @property
     def scaled(self) -> str:
@@ -204,7 +207,7 @@ class FillCodes:
         warp = k.team_thread // 32
         self.f, self.i = warp // k.tile.slice, warp % k.tile.slice
         self.position = register("int32", first)
-        self.words = 32 * k.weight.code.bits  # of a block
+        self.words = 32 * k.weight.unit_bits  # of a block
         block = wide(k.o0 + self.f) * self._row() + wide(first + self.i)
         self.offset = register("int64", block * self.words + wide(k.lane * 4))
         self.policy = evict_first() if k.tile.tokens <= READ_ONCE else None
@@ -352,16 +355,18 @@ def whole_rows(k: Kernel):
 
 
 class FillTokenScales:
-    """The scales of a stage's tokens and groups, [k // group, m], a copy for each: as float32, powers of two as well. Where
-    rows are copied whole (`whole_rows`), there is nothing to do."""
+    """The scales of a stage's tokens and groups, [k // group, m], a copy for each: as float32, powers of two as well.
 
-    def __init__(self, k: Kernel, view, first):
+    whole  whether TMA copies whole rows instead; None: it never does
+    """
+
+    def __init__(self, k: Kernel, view, first, whole=None):
         self.k, self.view, self.stage = k, view, Stage(k.weight, k.tile)
         self.position = register("int32", first * 64)
-        self.whole = register("int32", T.cast(whole_rows(k), "int32"))
+        self.whole = None if whole is None else register("int32", T.cast(whole, "int32"))
 
     def start(self, slot):
-        with when(self.whole[0] == 0):
+        with nullcontext() if self.whole is None else when(self.whole[0] == 0):
             self._start(slot)
 
     def _start(self, slot):
@@ -404,6 +409,8 @@ class FillTokens:
         self.offset = register("int64", wide(k.m0 + self.r) * wide(k.K) + wide(self.column[0]))
 
     def start(self, slot):
+        if self.k.weight.unit > 1:  # rows of bytes always are
+            return self._start_pieces(slot)
         with T.If(self.k.aligned):
             with T.Then():
                 self._start_pieces(slot)
@@ -415,7 +422,7 @@ class FillTokens:
         total = k.tile.tokens * self.pieces
         for n in range(-(-total // threads)):
             r, c = divmod(n * threads, self.pieces)
-            source = k.x.ptr_to([0, self.offset[0] + (r * wide(k.K) + c * 8)])
+            source = k.x.ptr_to([0, (self.offset[0] + (r * wide(k.K) + c * 8)) * k.weight.unit])
             inside = tirx.all(r < k.M - k.m0 - self.r, self.column[0] + c * 8 < k.K)
             target = self.view.ptr(slot, self.r + r, (self.c ^ (self.r % 8) ^ (r % 8)) * 8 + c * 8)
             _copy(target, source, 16, inside, None if total >= threads else k.team_thread < total)

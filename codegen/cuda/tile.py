@@ -10,7 +10,7 @@ class Tile:
     """The part of y that one CTA computes, and how its warps share the work. Right for every M, N and K."""
 
     name: str
-    correct: str  # where scale and zero are applied: "sums" or "weights"
+    correct: str  # where scale and zero are applied: "sums" or "weights"; "nothing": codes are multiplied by codes
     tokens: int  # tokens of one CTA
     features: int  # output features of one CTA
     split: tuple[int, int, int]  # warps of a team along tokens and features, teams along k
@@ -22,7 +22,7 @@ class Tile:
     turned = False  # see `wgmma.WarpgroupTile`
 
     def __post_init__(self):
-        assert self.correct in ("sums", "weights"), self
+        assert self.correct in ("sums", "weights", "nothing"), self
         assert self.stages >= 2, f"{self}: one stage cannot be filled while it is read"
         assert self.team_threads == 32 or self.teams < 16, f"{self}: there are 16 barriers"
         for extent in (self.tokens, self.features // 16, *self.split, self.slice, self.cluster):

@@ -20,12 +20,12 @@ from tvm.tirx.script import builder as T
 
 from qdsl.codegen.cuda import store, wgmma_bytes
 from qdsl.codegen.cuda.builder import ptx
+from qdsl.codegen.cuda.byte_weight import ByteWeight
 from qdsl.codegen.cuda.correct import TableStep, WeightStep
 from qdsl.codegen.cuda.fragments import load_codes
 from qdsl.codegen.cuda.kernel import Kernel
 from qdsl.codegen.cuda.ring import ROW, Ring
 from qdsl.codegen.cuda.warpgroup import Warpgroup
-from qdsl.codegen.cuda.wgmma_bytes import ByteWeight
 
 
 def tiles() -> tuple[WarpgroupTile, ...]:

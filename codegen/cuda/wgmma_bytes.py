@@ -1,158 +1,38 @@
 """Products of bytes on Hopper: int8 and fp8, weights by activations that the step before has quantized.
 
-To everything but the multiplication two neighbouring inputs are one unit of 16 bits, so that `hopper`, its ring and its
-stages know nothing of bytes: 64 units are a k tile, and an instruction multiplies 16 units, 32 inputs. Tokens are B, from
-shared memory; weights are A. Those of bytes come from shared memory, too, where they lie as wgmma wants them, in matrices of
-8 features by 16 bytes; those of nibbles from registers, stored as the registers of a fragment:
-
-               k: 4t .. 4t+3   16+4t .. 16+4t+3
-    feature c      [ reg 0 ]       [ reg 2 ]            lane = 4 c + t
-    feature c + 8  [ reg 1 ]       [ reg 3 ]            c = 0 .. 7, t = 0 .. 3
-
-Integers are summed exactly, in any order. The multiplier sums fp8 products with fewer bits than a float32 has, so that after
-every 128 inputs what it has summed is added to sums that have them all; so are sums of groups, times their scales.
+Tokens are B, from shared memory; weights are A. Those of bytes come from shared memory, too, where they lie as wgmma wants them,
+in matrices of 8 features by 16 bytes; those of nibbles from registers (`byte_weight`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from qdsl.codegen.cuda.builder import assign, ptx, register, settled, when, wide
-from qdsl.codegen.cuda.correct import floats, load_groups
-from qdsl.codegen.cuda.decode import HALVES, Half
+from qdsl.codegen.cuda.byte_weight import ONES, OPERANDS, ByteWeight
+from qdsl.codegen.cuda.correct import floats, load_groups, scale_of_block
 from qdsl.codegen.cuda.kernel import Kernel
+from qdsl.codegen.cuda.rescale import Rescaling
 from qdsl.codegen.cuda.ring import ROW, Ring
 from qdsl.codegen.cuda.warpgroup import Warpgroup
-from qdsl.codegen.cuda.weight import BYTES, Shared
-from qdsl.dtype import DType
 
 ROOM = 224  # registers of a thread for sums, products, their factors and fragments
 WIDEST = 128  # tokens of an instruction: TVM knows none of 256 for integers
 SHORT = 64  # of an instruction whose products are integers that become float32 every 128 inputs
-OPERANDS = {"i8": "s8", "e4m3": "e4m3", "e5m2": "e5m2"}  # in PTX
 # Codes in shared memory, as the descriptor of a matrix without swizzle has them: bytes of 8 features by 16 of k, and of 16
 # features by a k tile; from one such matrix to the next along k and along features, in units of 16 bytes.
 MATRIX, BLOCK = 128, 16 * ROW
 LEADING, STRIDE = MATRIX // 16, BLOCK // 2 // 16
 
 
-@dataclass(frozen=True)
-class ByteWeight:
-    """What a kernel of bytes needs to know of a weight: w = q * scale, where the epilogue has the rest of it.
-
-    operand      type of the activations' codes and of the multiplier
-    code         that of the weight's: the same, or i4, which becomes one (`unpacked`)
-    compute      of y: "float16" or "bfloat16"
-    group        units of a group along k, whose sums are multiplied by scales: whole k tiles; None: there are no such scales
-    scale        type of the weight's scales of groups
-    shared       which weights share one, if not those of one feature
-    token_scale  type of the scales of x of groups
-    corrected    sums of codes are needed as well, for tokens whose codes are off by a number
-    """
-
-    operand: DType
-    code: DType
-    compute: str
-    group: int | None = None
-    scale: str | None = None
-    shared: Shared | None = None
-    token_scale: str | None = None
-    corrected: bool = False
-
-    unit = 2
-    x_type, staged_x = "uint8", "uint16"
-    table, side_by_side = (), False
-    arithmetic = "bytes"
-    problem = ""
-    excess = 0.0
-
-    @property
-    def from_shared(self) -> bool:
-        """Weights are operands as they are stored."""
-        return self.code == self.operand
-
-    @property
-    def uniform(self) -> bool:
-        """The features of a block of 16 have the same scale, which a stage holds once."""
-        return self.shared is not None and (not self.shared.features or self.shared.features % 16 == 0)
-
-    @property
-    def grouped(self) -> dict[str, str]:
-        return {"scale": self.scale} if self.scale else {}
-
-    @property
-    def promoted(self) -> bool:
-        """Sums of 128 inputs or fewer are added to others, in float32."""
-        return self.operand.is_float or self.group is not None
-
-    @property
-    def half(self) -> Half:
-        return HALVES[self.compute]
-
-    @property
-    def unit_bits(self) -> int:
-        return 2 * self.code.bits
-
-    @property
-    def products(self) -> str:
-        """The type of sums of products; integers are held as the registers that have their bits."""
-        return "float32" if self.operand.is_float else "uint32"
-
-    @property
-    def sums(self) -> str:
-        """That of the sums of all inputs."""
-        return "float32" if self.promoted else "uint32"
-
-    @property
-    def kept(self) -> int | None:
-        """Bits below its largest term that the multiplier keeps of a sum; None: all."""
-        return 13 if self.operand.is_float else None
-
-    @property
-    def unit_of_codes(self) -> float:
-        """What an operand of 1 is in codes: nibbles become 16 times themselves, or 2^-9, the smallest float of e4m3."""
-        return 1.0 if self.code == self.operand else 2.0**9 if self.operand.is_float else 1 / 16
-
-    def finished(self, value):
-        """A sum of all inputs as float32."""
-        if not self.promoted:
-            value = T.cast(T.reinterpret("int32", value), "float32")
-        return value if self.unit_of_codes == 1 else value * T.float32(self.unit_of_codes)
-
-    def number(self, value):
-        """A sum of products of 128 inputs as float32."""
-        return value if self.products == "float32" else T.cast(T.reinterpret("int32", value), "float32")
-
-    def unpacked(self, word, upper: bool):
-        """Four operands out of eight nibbles in two's complement: out of the upper or the lower of every byte."""
-        if not self.operand.is_float:
-            return (word if upper else word << T.uint32(4)) & T.uint32(0xF0F0F0F0)
-        # As floats of 2^-9, whose bits below 8 are their number: the sign, and 8 less the rest of a negative nibble.
-        negative = (word >> T.uint32(7 if upper else 3)) & T.uint32(0x01010101)
-        rest = (word >> T.uint32(4) if upper else word) & T.uint32(0x07070707)
-        return (rest ^ negative * T.uint32(7)) + negative * T.uint32(0x81)
-
-    @property
-    def ones(self) -> bool:
-        """Whether shared memory has eight tokens whose codes are all 1, behind the barriers."""
-        return self.corrected
-
-    def table_bytes(self, pairs: bool) -> int:
-        return MATRIX if self.ones else 0
-
-    def place(self, role: str) -> Shared | None:
-        return self.shared
-
-
 def store_ones(k: Kernel) -> None:
-    """A matrix of 8 rows by 16 bytes, all 1; whoever reads it has met all threads before."""
+    """A matrix of 8 rows by 16 bytes, all 1, behind the barriers; whoever reads it has met all threads before."""
     place = k.table_start // 4
-    ones = k.shared((place + MATRIX // 4,), "uint32")
-    with when(k.thread < MATRIX // 4):
+    ones = k.shared((place + ONES // 4,), "uint32")
+    with when(k.thread < ONES // 4):
         T.buffer_store(ones, T.uint32(0x01010101), [place + k.thread])
     ptx("fence.proxy.async.shared::cta")
 
@@ -175,6 +55,7 @@ class Consumer(Warpgroup):
     count: int  # factors of a row: one for each of a lane's tokens, or 1 for all
     factors: tirx.Buffer  # of the last pass's products
     codes: tirx.Expr  # how far the team's codes are from the stage's tokens, in a descriptor
+    rescaling: Rescaling | None
     totals: tirx.Buffer | None  # of codes, by feature, where tokens are corrected by them
 
     def __init__(self, k: Kernel, stages: Ring):
@@ -183,11 +64,12 @@ class Consumer(Warpgroup):
         self.weight = weight
         self.from_registers = not weight.from_shared
         # Where products become float32 before they are added, short passes are faster: there is room for those of two.
-        self.tokens = min(tile.tokens, SHORT if weight.group and not weight.operand.is_float else WIDEST)
+        self.tokens = min(tile.tokens, SHORT if weight.promoted and not weight.operand.is_float else WIDEST)
         # The sums of 256 tokens leave registers for the fragments of one batch only.
         self.sets = 1 if weight.promoted and tile.blocks * tile.tokens > WIDEST else 2
         super().__init__(k, stages)
         self.totals = T.alloc_local([4 * tile.blocks], "uint32") if weight.ones else None
+        self.rescaling = Rescaling(k) if weight.rescaled else None
         if not weight.promoted:
             self.sums = self.acc
         else:
@@ -249,6 +131,8 @@ class Consumer(Warpgroup):
 
     def _unpack(self, steps: Sequence[int]) -> None:
         for j in steps:
+            if self.rescaling and j % 4 == 0:
+                self.rescaling.begin(self.ring.views, self.cursor.slot, 16 * j // self.stage.step)
             for f in range(self.tile.blocks):
                 self._load(j, f)
 
@@ -342,7 +226,7 @@ class Consumer(Warpgroup):
         weight, views, slot, step = self.weight, self.ring.views, self.cursor.slot, 64 * i // self.stage.step
         scales: list = []
         if weight.uniform and weight.scale:
-            scales = [self._scale_of_block(self.k.block(f), step)]
+            scales = [scale_of_block(self.k, views, slot, self.k.block(f), step)]
         elif weight.scale:
             scales = floats(self.k, weight.scale, load_groups(self.k, views, slot, f, step)["scale"])
         if not weight.token_scale:
@@ -356,12 +240,6 @@ class Consumer(Warpgroup):
             for r in range(self.rows):
                 for t in range(2):
                     assign(self.factors, r * self.count + 2 * j + t, pair[t] * scales[r] if scales else pair[t])
-
-    def _scale_of_block(self, block, step: int):
-        word, kind = T.alloc_local([1], "uint32"), self.weight.scale
-        load = {1: "u8", 2: "u16", 4: "b32"}[BYTES[kind]]
-        ptx(f"ld.shared.{load}", word[0], self.ring.views["scale"].ptr(self.cursor.slot, block, step, 0))
-        return floats(self.k, kind, [word[0]])[0]
 
     def _promote(self, f: int, first: int, own: int) -> None:
         """acc of block f and tokens first .. += the products, times their factors."""
@@ -390,7 +268,10 @@ class Consumer(Warpgroup):
             a = self.fragment(j + step, f)
             for h in range(2):
                 for r in range(2):
-                    ptx("mov.b32", a[2 * h + r], self.weight.unpacked(words[2 * step + h], bool(r)))
+                    if self.rescaling:
+                        self.rescaling.bytes(words[2 * step + h], f, r, a[2 * h + r])
+                    else:
+                        ptx("mov.b32", a[2 * h + r], self.weight.unpacked(words[2 * step + h], bool(r)))
 
 
 class Turned(Consumer):
@@ -418,7 +299,7 @@ class Turned(Consumer):
 
     def _load_factors(self, i: int, f: int, first: int) -> None:
         k, step, one = self.k, 64 * i // self.stage.step, T.alloc_local([1], "float32")
-        scale = self._scale_of_block(0, step)
+        scale = scale_of_block(k, self.ring.views, self.cursor.slot, 0, step)
         for r in range(2):
             place = 4 * (first + k.thread // 32 % (4 * self.tile.warpgroups) * 16 + k.lane // 4 + 8 * r)
             ptx("ld.shared.f32", one[0], self.ring.views["token_scale"].ptr(self.cursor.slot, step, place))

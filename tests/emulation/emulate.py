@@ -55,7 +55,7 @@ _INSTRUCTIONS: list[tuple[str, str]] = [
     (r"and\.b32 .*", "{0} = {1} & {2}"),
     (r"prmt\.b32 .*", "{0} = simt::permute({1}, {2}, {3})"),
     (r"fma\.rn\.(b?f16)x2 .*", "{0} = simt::fma2({1}, {2}, {3}, BF(\\1))"),
-    (r"max\.bf16x2 .*", "{0} = simt::extreme2({1}, {2}, true, fmaxf)"),  # of numbers
+    (r"(max|min)\.(b?f16)x2 .*", "{0} = simt::extreme2({1}, {2}, BF(\\2), f\\1f)"),  # of numbers
     (r"cvt\.rn\.(b?f16)x2\.f32 .*", "{0} = simt::pack({1}, {2}, BF(\\1))"),
     (r"cvt\.rn\.f16x2\.(e4m3|e5m2)x2 .*", "{0} = simt::halves_\\1({1})"),
     (r"mov\.b(?:32|64) %0, %1", "{0} = {1}"),
@@ -82,6 +82,10 @@ _INSTRUCTIONS: list[tuple[str, str]] = [
     (r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(b?f16)\.b?f16\.f32 .*",
      "float* d[] = {{&{0}, &{1}, &{2}, &{3}}}; uint32_t a[] = {{{4}, {5}, {6}, {7}}}, b[] = {{{8}, {9}}}; "
      "float c[] = {{{10}, {11}, {12}, {13}}}; simt::mma(BF(\\1), d, a, b, c)"),
+    (r"mma\.sync\.aligned\.m16n8k32\.row\.col\.(?:f32|s32)\.(s8|e4m3|e5m2)\.\1\.(?:f32|s32) .*",
+     "void* d[] = {{&{0}, &{1}, &{2}, &{3}}}; uint32_t a[] = {{{4}, {5}, {6}, {7}}}, b[] = {{{8}, {9}}}; "
+     "uint32_t c[] = {{std::bit_cast<uint32_t>({10}), std::bit_cast<uint32_t>({11}), std::bit_cast<uint32_t>({12}), "
+     "std::bit_cast<uint32_t>({13})}}; simt::mma_bytes(simt::value_\\1, d, a, b, c)"),
     (r"shfl\.sync\.idx\.b32 .*", "{0} = simt::shuffle({1}, {2})"),
     (r"shfl\.sync\.bfly\.b32 .*", "{0} = simt::shuffle({1}, simt::now->lane() ^ {2})"),
     (r"(max|min)\.NaN\.f32 .*", "{0} = isnan({1}) || isnan({2}) ? NAN : f\\1f({1}, {2})"),

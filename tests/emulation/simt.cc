@@ -317,6 +317,30 @@ void mma(bool bf16, float** d, const uint32_t* a, const uint32_t* b, const float
   });
 }
 
+// Of bytes, 32 of k; c and d are int32 or float, as the values are.
+void mma_bytes(double (*value)(uint8_t), void** d, const uint32_t* a, const uint32_t* b, const uint32_t* c) {
+  Warp& warp = now->warp();
+  int lane = now->lane();
+  for (int i = 0; i < 4; ++i)
+    warp.a[lane][i] = a[i], warp.c[lane][i] = std::bit_cast<float>(c[i]), warp.d[lane][i] = static_cast<float*>(d[i]);
+  for (int i = 0; i < 2; ++i) warp.b[lane][i] = b[i];
+  meet(warp.meeting, 32, [&] {
+    for (int row = 0; row < 16; ++row)
+      for (int column = 0; column < 8; ++column) {
+        double sum = 0;
+        for (int k = 0; k < 32; ++k) {
+          uint8_t one = warp.a[4 * (row % 8) + k % 16 / 4][k / 16 * 2 + row / 8] >> 8 * (k % 4);
+          uint8_t other = warp.b[4 * column + k % 16 / 4][k / 16] >> 8 * (k % 4);
+          sum += value(one) * value(other);
+        }
+        int l = 4 * (row % 8) + column / 2, i = 2 * (row / 8) + column % 2;
+        float before = warp.c[l][i];
+        if (value == value_s8) *reinterpret_cast<int32_t*>(warp.d[l][i]) = std::bit_cast<int32_t>(before) + int32_t(sum);
+        else *warp.d[l][i] = float(before + sum);
+      }
+  });
+}
+
 // ---- a warpgroup at once ------------------------------------------------------------------------------------------
 void wgmma(int tokens, bool bf16, float** d, const uint32_t* a, uint64_t descriptor, uint32_t add) {
   Warpgroup& group = now->cta->warpgroups[now->number / 128];

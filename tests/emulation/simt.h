@@ -105,6 +105,7 @@ uint32_t shuffle(uint32_t value, uint32_t source);
 void load_matrices(int count, uint32_t** r, uint32_t address);
 void store_matrices(int count, uint32_t address, const uint32_t* r, bool transposed);
 void mma(bool bf16, float** d, const uint32_t* a, const uint32_t* b, const float* c);
+void mma_bytes(double (*value)(uint8_t), void** d, const uint32_t* a, const uint32_t* b, const uint32_t* c);
 void wgmma(int tokens, bool bf16, float** d, const uint32_t* a, uint64_t descriptor, uint32_t add);
 void wgmma_bytes(int columns, double (*value)(uint8_t), void** d, const uint32_t* a, uint64_t matrix, uint64_t descriptor,
                  uint32_t add);
