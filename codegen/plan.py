@@ -310,7 +310,7 @@ def _refuse_unsupported(scheme: Scheme, target: Target) -> None:
 
 
 def _identity(compute: DType) -> Split:
-    return Split(Ref("x"), None, None, None, None, (), False, of_dtype(compute), True)
+    return Split(Ref("x"), None, None, None, None, None, (), False, of_dtype(compute), True)
 
 
 def _multiply(scheme: Scheme, target: Target) -> tuple[DType, tuple[Diagnostic, ...]]:
@@ -401,15 +401,18 @@ def _main_loop(scheme: Scheme, weight: Split, target: Target, widened: DType | N
     return None if _weight(scheme, found).problem else found
 
 
-def _core(scheme: Scheme, weight: Split) -> tuple[str, np.ndarray] | None:
-    """(the whole zero that is taken off a group's codes or "", what codes stand for but for it, by bit pattern); None
-    where that takes more than a code."""
+def _core(scheme: Scheme, weight: Split) -> tuple[str, int | None, np.ndarray] | None:
+    """(the whole zero that is taken off a group's codes or "", the inputs of this group, what codes stand for but for it, by
+    bit pattern); None where that takes more than a code."""
     zero = _zero(weight.core, scheme.code.name, scheme)
     if zero and zero[0]:
+        place = _place(scheme.tensor(zero[0]), scheme)
+        if place is None or place.named:
+            return None
         code = scheme.code.dtype
-        return zero[0], code.decode(np.arange(1 << code.bits))
+        return zero[0], place.inputs, code.decode(np.arange(1 << code.bits))
     values = code_values(weight.core, scheme.weight.tensors)
-    return None if values is None else ("", values)
+    return None if values is None else ("", None, values)
 
 
 def _simd_variants(simd: Blocked, before: Sequence[Step], args: tuple[str, ...]) -> tuple[tuple[Variant, ...], Table]:

@@ -24,7 +24,7 @@ from qdsl.codegen.function import (
     store,
 )
 from qdsl.codegen.plan import VECTOR, Plan, quantize_args
-from qdsl.codegen.tir import as_float, choose, encode, f32, i64, is_nan, translate
+from qdsl.codegen.tir import as_float, choose, encode, f32, i64, is_nan, round_bf16, translate
 from qdsl.expr import REDUCTIONS, Call, Expr, Ref, walk
 from qdsl.scheme import Group, Index, Tensor, Var
 from qdsl.split import WIDENED
@@ -148,7 +148,9 @@ def _value(own: Parameters, tensor: Tensor, index: list[tirx.Expr]) -> tirx.Expr
             return found[e][0]
         return _activation_value(own, e, starts)
 
-    return encode(tensor.dtype, as_float(translate(tensor.value, look)))
+    value = as_float(translate(tensor.value, look))
+    # A buffer of bfloat16 that is local to a function holds what TVM did not round.
+    return encode(tensor.dtype, round_bf16(value) if tensor.dtype.name == "bf16" else value)
 
 
 def _reduction(own: Parameters, call: Call, starts: dict, grouped: dict) -> tirx.Buffer:

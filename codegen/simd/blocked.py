@@ -130,21 +130,24 @@ class Blocked:
 
 
 def blocked(
-    scheme: Scheme, weight: Split, x: Split, target: Target, step: int | None, core: tuple[str, np.ndarray] | None
-) -> Blocked | None:
+    scheme: Scheme, weight: Split, x: Split, target: Target, step: int | None,
+    core: tuple[str, int | None, np.ndarray] | None,
+) -> Blocked | None:  # fmt: skip
     """The view of a scheme; None where the portable loop nest serves it.
 
     step   inputs after which partial sums are scaled; None: once
-    core   (the tensor that is taken off the codes or "", what codes stand for without it, by bit pattern)
+    core   (the tensor that is taken off the codes or "", the inputs of one of its numbers or None, what codes stand for
+           without it, by bit pattern)
     """
     code = scheme.code
     if "avx2" not in target.units or core is None or code.dtype.bits > 8 or len(code.index) != 2:
         return None
+    zero, of, values = core
+    step = math.gcd(step or 0, of or 0) or None
     bits = cell(code.dtype.bits)
     whole = bits == code.dtype.bits or code.dtype.kind == "uint"  # its cell holds the code as a number
     if scheme.output.half or weight.gathered or x.gathered or (step and step % (32 // bits)):
         return None
-    zero, values = core
     activation = scheme.activation()
     of_x = interval(x.core, ranges({t.name: t for t in activation.operand.tensors})) if activation else None
     if scheme.compute.accumulator.is_float:
