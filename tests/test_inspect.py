@@ -79,5 +79,5 @@ def test_experts_have_a_row_for_each_projection(capsys):
 
 
 def test_an_error_lists_the_first_of_many_problems():
-    with pytest.raises(CheckpointError, match="- layer 19 lacks scales\n- and 5 more$"):
+    with pytest.raises(CheckpointError, match=r"- layer 19 lacks scales\n- and 5 more$"):
         refuse(Path("model"), [f"layer {i} lacks scales" for i in range(25)])
