@@ -254,8 +254,8 @@ class QuantLinear(nn.Module):
             torch.cuda.current_stream(self.device).synchronize()
 
     def _source(self, order: Order) -> torch.Tensor:
-        """Of every input in the order of the kernels, where x has it."""
-        return torch.from_numpy(order.runs(self._inputs).source).to(self.device)
+        """Of every input in the order of the kernels, where x has it; in torch's own memory, which is aligned."""
+        return torch.tensor(order.runs(self._inputs).source, device=self.device)
 
     def _derived(self, name: str, declared: Tensor, buffer: Buffer) -> torch.Tensor:
         """A tensor that a kernel takes in another form than the layer keeps it."""
