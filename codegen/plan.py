@@ -51,9 +51,7 @@ class MainLoop:
     activation: str | None = None  # the codes that x is quantized to, which are multiplied instead of x
     token_scale: str | None = None  # their grouped scale's name
     corrected: bool = False  # what a token's codes are off by is taken off its sums
-    rescaled: bool = (
-        False  # what is multiplied are bytes of the weight, which a group's scale and zero make of its codes
-    )
+    rescaled: bool = False  # a group's scale and zero make bytes of codes, and these are multiplied
     matrices: bool = False  # codes of bytes lie as `wgmma` reads them, not as fragments
     widened: DType | None = None  # what both operands are multiplied as, where x is made that before
     made_of: tuple[str, ...] = ()  # the tensors of which x is made then
@@ -462,9 +460,8 @@ def _byte_loop(scheme: Scheme, weight: Split, activation: Split, target: Target)
         return None
     scales = (weight.promote, activation.promote)
     if rescaled:
-        group = rescaled.group
-        return MainLoop(code.name, rescaled.scale, rescaled.zero, 0, group, activation=name, corrected=corrected, rescaled=True,
-                        matrices=target.matrices) if scales == (None, None) else None  # fmt: skip
+        found = replace(rescaled, activation=name, corrected=corrected, matrices=target.matrices)
+        return found if scales == (None, None) else None
     if any(e is not None and not isinstance(e, Ref) for e in scales):
         return None
     scale, of_tokens = (e.name if isinstance(e, Ref) else None for e in scales)
@@ -494,7 +491,7 @@ def _byte_loop(scheme: Scheme, weight: Split, activation: Split, target: Target)
 
 
 def _rescaled(core: Expr, scheme: Scheme) -> MainLoop | None:
-    """Of a core `i8((q - z) * r)`, which a group's integers make of codes of 4 bits: their names, and the group."""
+    """Of a core `i8((q - z) * r)`, which a group's integers make of codes of 4 bits: all but what the activations say."""
     match core:
         case Cast(kind, Binary("*", inner, Ref(scale))) if kind == dtype("i8") and scheme.code.dtype.bits == 4:
             zero = _zero(inner, scheme.code.name, scheme)
@@ -509,7 +506,7 @@ def _rescaled(core: Expr, scheme: Scheme) -> MainLoop | None:
         return None
     if not all(t.dtype.is_integer and t.dtype.bits <= 8 for t in loaded) or (zero[0] and loaded[1].dtype.bits > 4):
         return None
-    return MainLoop(scheme.code.name, scale, zero[0] or None, 0, group)
+    return MainLoop(scheme.code.name, scale, zero[0] or None, 0, group, rescaled=True)
 
 
 def _of_tokens(e: Expr, scheme: Scheme) -> bool:
