@@ -13,9 +13,10 @@ from tvm.tirx.script import builder as T
 from qdsl.codegen.cuda import overlap
 from qdsl.codegen.plan import VECTOR, Plan
 from qdsl.codegen.tir import decode, dtype_of, i64, load, selecting, storage
+from qdsl.order import ORDERED, SOURCE
 from qdsl.scheme import Extent, Free, Gather, Group, Index, Tensor, Var
 from qdsl.split import WIDENED
-from qdsl.transform import passes, result, transformed
+from qdsl.transform import Pass, passes, result, solved, transformed
 
 THREADS = 128  # of a CUDA block, one piece of work each
 ENOUGH = 1 << 16  # operations of a thread of a CPU: some µs, as long as it takes to start one
@@ -103,7 +104,7 @@ def open_function(plan: Plan, name: str, args: tuple[str, ...]) -> Iterator[tupl
     if scheme.output.half:  # y has a feature for several of the weight
         width = tirx.Var("J", "int64")
         sizes["n"] = width * i64(scheme.output.half[1])
-    own = Parameters(plan, sizes, {})
+    own, places = Parameters(plan, sizes, {}), tirx.Var("P", "int64")
     out = storage(scheme.output.dtype)
     on_cpu = plan.target.kind == "cpu"
     with selecting(on_cpu), IRBuilder() as builder, T.prim_func(False, on_cpu, False):
@@ -114,6 +115,8 @@ def open_function(plan: Plan, name: str, args: tuple[str, ...]) -> Iterator[tupl
         for arg, handle in handles.items():
             if arg in ("x", "y", WIDENED):
                 shape, dtype = (sizes["m"], width if arg == "y" else sizes["k"]), out
+            elif arg in (SOURCE, ORDERED):
+                shape, dtype = ((places,), "int32") if arg == SOURCE else ((sizes["m"], places), out)
             elif arg in made:
                 whole = made[arg].contraction.result == result(made[arg].transform)
                 shape = sizes["m"], sizes["k"] if whole else tirx.Var(f"{spelled[arg]}_width", "int64")
@@ -158,6 +161,20 @@ class _Ceiling:
 
 def _plain(size) -> tirx.Expr:
     return size.value if isinstance(size, _Ceiling) else i64(size) if isinstance(size, int) else size
+
+
+def extents(plan: Plan, own: Parameters, p: Pass) -> dict[str, tirx.Expr]:
+    """How many positions each digit of a transform has."""
+    size: dict[str, tirx.Expr] = {}
+    for found in solved(p.transform):
+        if found.tensor == "x":
+            whole = own.sizes["k"]
+        else:
+            whole = own.extent(plan.scheme.tensor(found.tensor).index[found.axis])
+        for digit in found.others:
+            whole = T.truncdiv(whole, size[digit])
+        size[found.digit] = whole
+    return size
 
 
 def limit_threads(count: tirx.Expr) -> None:

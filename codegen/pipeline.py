@@ -20,7 +20,7 @@ from qdsl.artifact import MANIFEST
 from qdsl.codegen import cpu, portable
 from qdsl.codegen.cuda import host, main_loop
 from qdsl.codegen.plan import Plan, plans
-from qdsl.codegen.simd import linear
+from qdsl.codegen.simd import linear, order
 from qdsl.codegen.target import target as find_target
 from qdsl.manifest import Buffer, Manifest, Variant, plain_params
 from qdsl.scheme import Scheme
@@ -36,6 +36,8 @@ def lower(planned: Plan, only: Collection[str] | None = None) -> dict[str, tirx.
     """
     if planned.main_loop:
         return main_loop.lower(planned, only)
+    if planned.inner:
+        return {"order_inputs": order.lower(planned), **lower(planned.inner)}
     return {**portable.before(planned), **linear.lower(planned)} if planned.blocked else portable.lower(planned)
 
 

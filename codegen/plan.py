@@ -14,7 +14,7 @@ import numpy as np
 
 from qdsl import transform
 from qdsl.choice import Key, Row, Table, only
-from qdsl.codegen.simd.blocked import FEATURES, LANES, Blocked, blocked
+from qdsl.codegen.simd.blocked import FEATURES, LANES, Blocked, blocked, cell
 from qdsl.codegen.simd.blocked import codes as blocked_codes
 from qdsl.codegen.target import Target
 from qdsl.diagnostic import Diagnostic, TargetError, error
@@ -22,7 +22,7 @@ from qdsl.dtype import DType, dtype
 from qdsl.expr import Binary, Cast, Expr, Item, Negate, Number, Range, Ref, evaluate, interval, names, of_dtype
 from qdsl.layout import Axis, Digit, Lane, Layout, Run, plain
 from qdsl.manifest import Buffer, Step, Variant
-from qdsl.order import ORDERED, SOURCE, Order
+from qdsl.order import ORDERED, SOURCE, Order, ordered
 from qdsl.scheme import Activation, Gather, Group, Operand, Scheme, Tensor, Var
 from qdsl.split import WIDENED, Split, ranges, split
 from qdsl.transform import passes, transformed
@@ -51,12 +51,10 @@ class MainLoop:
     activation: str | None = None  # the codes that x is quantized to, which are multiplied instead of x
     token_scale: str | None = None  # their grouped scale's name
     corrected: bool = False  # what a token's codes are off by is taken off its sums
-    rescaled: bool = (
-        False  # what is multiplied are bytes of the weight, which a group's scale and zero make of its codes
-    )
+    rescaled: bool = False  # a group's scale and zero make bytes of codes, and these are multiplied
     matrices: bool = False  # codes of bytes lie as `wgmma` reads them, not as fragments
-    widened: DType | None = None  # what both operands are multiplied as, if not as the declared type
-    from_codes: tuple[str, ...] = ()  # the tensors of which x is made then
+    widened: DType | None = None  # what both operands are multiplied as, where x is made that before
+    made_of: tuple[str, ...] = ()  # the tensors of which x is made then
 
     def operand(self, scheme: Scheme) -> DType:
         """The type that x and the weight are multiplied in."""
@@ -89,7 +87,7 @@ class MainLoop:
         about = ["one group along k" if self.group is None else f"groups of {self.group} along k"]
         about += [str(self.order)] if self.order else []
         about += [f"{self.parts} features of the weight for one of y"] if self.parts > 1 else []
-        about += [f"as {self.widened}, exactly, as is {' * '.join(self.from_codes)}"] if self.widened else []
+        about += [f"by {' * '.join(self.made_of)}, both as {self.widened}"] if self.widened else []
         return f"tensor cores: {core}, {', '.join(about)}"
 
 
@@ -113,9 +111,15 @@ class Plan:
     blocked: Blocked | None = None  # what the SIMD kernels of a CPU need to know
     beside_overlapped: bool = False  # in the library of another phase whose kernels overlap
     x_bits: int | None = None  # bits below the largest of a token that kernels keep of x (None: all)
+    inner: Plan | None = None  # of a CPU: for x and the weight in the order of the weight's groups (`Plan.order`)
 
     def buffer(self, name: str) -> Buffer:
         return next(b for b in self.buffers if b.tensor == name)
+
+    @property
+    def order(self) -> Order | None:
+        """The order of inputs that the kernels take."""
+        return next((b.order for b in self.buffers if b.order), None)
 
     @property
     def overlapped(self) -> bool:
@@ -130,7 +134,7 @@ class Plan:
             f"  activation  {self.activation}",
             f"  multiply    {compute.operand} as {self.multiply}, sums in {self.accumulate}",
             f"  partial sum {'over all of k' if self.step is None else f'every {self.step} inputs'}",
-            f"  main loop   {self.main_loop or self.blocked or 'portable'}",
+            f"  main loop   {self.main_loop or self.blocked or 'portable'}{f'; {self.order}' if self.inner else ''}",
             "  layouts",
         ]
         lines += [f"    {b}" for b in self.buffers]
@@ -173,6 +177,10 @@ def plan(scheme: Scheme, target: Target, held: Mapping[str, Buffer] | None = Non
         loop, weight, x_split = wide
     step = _step(scheme, weight, x_split)
     simd = blocked(scheme, weight, x_split, target, step, _core(scheme, weight))
+    if simd is None and target.kind == "cpu" and (order := _order(scheme)):
+        inner = plan(ordered(scheme, order), target)
+        if inner.blocked:
+            return _in_order(scheme, order, inner)
     buffers = tuple(_buffer(t, scheme, target, loop, simd) for t in scheme.tensors if t.loaded)
     if held and any(held.get(b.tensor, b) != b for b in buffers):
         loop, simd, buffers = None, None, tuple(held.get(b.tensor, b) for b in buffers)
@@ -185,7 +193,7 @@ def plan(scheme: Scheme, target: Target, held: Mapping[str, Buffer] | None = Non
     given = (*([transformed(activation)] if "x" in names(x_split.core) else []), *(t.name for t in computed))
     portable = Step("linear", (*given, *loaded, "y"))
     if loop is not None:
-        steps = (*quantize, Step("widen", (*loop.from_codes, WIDENED)) if loop.widened else portable)
+        steps = (*quantize, Step("widen", (*loop.made_of, WIDENED)) if loop.widened else portable)
         variants, table = _main_loop_variants(scheme, target, loop, steps if activation else ())
     elif simd is not None:
         args = tuple(dict.fromkeys((transformed(activation), *loaded, "y")))
@@ -198,6 +206,43 @@ def plan(scheme: Scheme, target: Target, held: Mapping[str, Buffer] | None = Non
     notes += _unused_hints(scheme, target)
     return Plan(scheme, target, weight, x_split, multiply, compute.accumulator, step, loop, buffers, variants, table, offset, kept,
                 _max_k(scheme, weight, x_split, step), notes, simd, x_bits=_x_bits(scheme, loop, target) if loop else None)  # fmt: skip
+
+
+def _order(scheme: Scheme) -> Order | None:
+    """The order in which each group of a weight has its inputs side by side, a multiple of 16; None where they are already, where
+    x is quantized, in an order that scales of its own may depend on, or where there is no such order."""
+    tensors = [t for t in scheme.weight.tensors if t.loaded and t.role not in ("code", "index")]
+    places = [_place(t, scheme) for t in tensors]
+    if scheme.activations or None in places:
+        return None
+    grouped = {(place.inputs, place.named) for place in places if place and place.inputs}
+    if len(grouped) != 1:
+        return None
+    ((group, named),) = grouped
+    found = Order(named, group, -(-group // LANES) * LANES)
+    return found if named or found.padded != group else None
+
+
+def _in_order(scheme: Scheme, order: Order, inner: Plan) -> Plan:
+    """The plan of a scheme whose kernels are those of its weight in another order."""
+
+    def step(s: Step) -> Step:
+        return replace(s, args=tuple(ORDERED if arg == "x" else arg for arg in s.args))
+
+    def buffer(t: Tensor) -> Buffer:
+        if t.role == "index":
+            return _buffer(t, scheme, inner.target, None)
+        return replace(inner.buffer(t.name), order=order if t.name in along_k else None)
+
+    along_k = {t.name for t in inner.scheme.weight.tensors if _along_k(t)}
+    buffers = tuple(buffer(t) for t in scheme.tensors if t.loaded)
+    before = Step("order_inputs", ("x", SOURCE, ORDERED))
+    variants = tuple(replace(v, steps=(before, *map(step, v.steps))) for v in inner.variants)
+    return replace(inner, scheme=scheme, buffers=buffers, variants=variants, inner=inner)
+
+
+def _along_k(t: Tensor) -> bool:
+    return any(i == Var("k") or (isinstance(i, Group) and i.axis == "k" and i.size is not None) for i in t.index)
 
 
 def _quantize(scheme: Scheme, target: Target, computed: Sequence[Tensor]) -> tuple[Step, ...]:
@@ -264,7 +309,7 @@ def _refuse_unsupported(scheme: Scheme, target: Target) -> None:
 
 
 def _identity(compute: DType) -> Split:
-    return Split(Ref("x"), None, None, None, None, (), False, of_dtype(compute), True)
+    return Split(Ref("x"), None, None, None, None, None, (), False, of_dtype(compute), True)
 
 
 def _multiply(scheme: Scheme, target: Target) -> tuple[DType, tuple[Diagnostic, ...]]:
@@ -355,15 +400,18 @@ def _main_loop(scheme: Scheme, weight: Split, target: Target, widened: DType | N
     return None if _weight(scheme, found).problem else found
 
 
-def _core(scheme: Scheme, weight: Split) -> tuple[str, np.ndarray] | None:
-    """(the whole zero that is taken off a group's codes or "", what codes stand for but for it, by bit pattern); None
-    where that takes more than a code."""
+def _core(scheme: Scheme, weight: Split) -> tuple[str, int | None, np.ndarray] | None:
+    """(the whole zero that is taken off a group's codes or "", the inputs of this group, what codes stand for but for it, by
+    bit pattern); None where that takes more than a code."""
     zero = _zero(weight.core, scheme.code.name, scheme)
     if zero and zero[0]:
+        place = _place(scheme.tensor(zero[0]), scheme)
+        if place is None or place.named:
+            return None
         code = scheme.code.dtype
-        return zero[0], code.decode(np.arange(1 << code.bits))
+        return zero[0], place.inputs, code.decode(np.arange(1 << code.bits))
     values = code_values(weight.core, scheme.weight.tensors)
-    return None if values is None else ("", values)
+    return None if values is None else ("", None, values)
 
 
 def _simd_variants(simd: Blocked, before: Sequence[Step], args: tuple[str, ...]) -> tuple[tuple[Variant, ...], Table]:
@@ -413,9 +461,8 @@ def _byte_loop(scheme: Scheme, weight: Split, activation: Split, target: Target)
         return None
     scales = (weight.promote, activation.promote)
     if rescaled:
-        group = rescaled.group
-        return MainLoop(code.name, rescaled.scale, rescaled.zero, 0, group, activation=name, corrected=corrected, rescaled=True,
-                        matrices=target.matrices) if scales == (None, None) else None  # fmt: skip
+        found = replace(rescaled, activation=name, corrected=corrected, matrices=target.matrices)
+        return found if scales == (None, None) else None
     if any(e is not None and not isinstance(e, Ref) for e in scales):
         return None
     scale, of_tokens = (e.name if isinstance(e, Ref) else None for e in scales)
@@ -445,7 +492,7 @@ def _byte_loop(scheme: Scheme, weight: Split, activation: Split, target: Target)
 
 
 def _rescaled(core: Expr, scheme: Scheme) -> MainLoop | None:
-    """Of a core `i8((q - z) * r)`, which a group's integers make of codes of 4 bits: their names, and the group."""
+    """Of a core `i8((q - z) * r)`, which a group's integers make of codes of 4 bits: all but what the activations say."""
     match core:
         case Cast(kind, Binary("*", inner, Ref(scale))) if kind == dtype("i8") and scheme.code.dtype.bits == 4:
             zero = _zero(inner, scheme.code.name, scheme)
@@ -460,7 +507,7 @@ def _rescaled(core: Expr, scheme: Scheme) -> MainLoop | None:
         return None
     if not all(t.dtype.is_integer and t.dtype.bits <= 8 for t in loaded) or (zero[0] and loaded[1].dtype.bits > 4):
         return None
-    return MainLoop(scheme.code.name, scale, zero[0] or None, 0, group)
+    return MainLoop(scheme.code.name, scale, zero[0] or None, 0, group, rescaled=True)
 
 
 def _of_tokens(e: Expr, scheme: Scheme) -> bool:
@@ -471,8 +518,9 @@ def _of_tokens(e: Expr, scheme: Scheme) -> bool:
 
 
 def _widened(scheme: Scheme, activation: Activation, target: Target) -> tuple[MainLoop, Split, Split] | None:
-    """The main loop that multiplies codes of both operands, times their scales of groups, as 16-bit floats of y's type; None
-    where these are not exact, or sums are not of floats. With the equations as they are split for that type.
+    """The main loop that multiplies codes of both operands, times their scales of groups, as 16-bit floats of y's type; with the
+    equations as they are split for that type. None where these are not exact, unless it is the declared type, to which
+    operands are rounded; or sums are not of floats.
 
     A multiplier of such codes would do twice the products in a time, or more; the target has none that takes these.
     """
@@ -480,13 +528,14 @@ def _widened(scheme: Scheme, activation: Activation, target: Target) -> tuple[Ma
     weight, x = split(scheme.weight, half, "w"), split(activation.operand, half, "x")
     if not (isinstance(weight, Split) and isinstance(x, Split) and scheme.compute.accumulator.is_float):
         return None
-    if x.correction is not None or not all(
-        _exact(s, o, half) for s, o in ((weight, scheme.weight), (x, activation.operand))
-    ):
+    operands = ((weight, scheme.weight), (x, activation.operand))
+    rounded = half == scheme.compute.operand
+    if x.correction is not None or not (rounded or all(_exact(s, o, half) for s, o in operands)):
         return None
     loop = _main_loop(scheme, weight, target, half)
     used = names(x.core if x.fold is None else Binary("*", x.core, x.fold))
-    return (replace(loop, from_codes=tuple(dict.fromkeys(used))), weight, x) if loop else None
+    made = dict.fromkeys(transformed(activation) if name == "x" else name for name in used)
+    return (replace(loop, made_of=tuple(made)), weight, x) if loop else None
 
 
 def _exact(operand: Split, of: Operand, half: DType) -> bool:
@@ -653,7 +702,7 @@ def epilogue_tensors(scheme: Scheme, loop: MainLoop) -> list[str]:
     """What kernels take for their epilogue: what is computed of x beside its codes, then what is loaded beside the weight; not
     what x alone is prepared with."""
     activation = scheme.activation()
-    taken = {loop.code, *loop.grouped, loop.activation, loop.token_scale, *loop.from_codes}
+    taken = {loop.code, *loop.grouped, loop.activation, loop.token_scale, *loop.made_of}
     if activation:
         taken |= {t.name for t in activation.operand.loaded} - set(names(activation.operand.decode))
     found = [t for t in scheme.tensors if t.name not in taken and t.role != "index"]
@@ -798,11 +847,6 @@ def byte_matrices() -> Layout:
     )
     words = Axis(("t",), (Run((Lane("p"),)),))
     return Layout(dims, (Axis(("o",)), Axis(("i",)), Axis(("r", "s", "c")), words), 8, 32)
-
-
-def cell(bits: int) -> int:
-    """Bits from one code to the next where they lie whole."""
-    return next(size for size in (1, 2, 4, 8) if size >= bits)
 
 
 def _fragment_rows(t: Tensor) -> Layout:

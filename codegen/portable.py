@@ -158,7 +158,7 @@ def _block(
     part = local((ROWS, s.lanes), s.sums)
     w = local((s.lanes,), s.sums)
     w_sum = local((s.lanes,), s.sums) if plan.activation.correction is not None else None
-    x_sum = local((ROWS,), s.sums) if plan.weight.correction is not None else None
+    x_sum = local((ROWS,), s.sums) if plan.weight.correction is not None and not elementwise else None
     zero = tirx.const(0, s.sums)
     for r in range(ROWS):
         s.for_lanes(lambda v, r=r: store(part, zero, r, v))
@@ -192,10 +192,14 @@ def _promote(s, row, feature, start, count, acc, part, w_sum, x_sum, elementwise
             at = {"n": inside(feature + v, s.own.sizes["n"]), "k": start, "padded": feature + v}
             gw = factor(s, w_factor, at)
             gx = factor(s, x_factor, at_x)
-            total = times(as_float(part[r, v]), gx, gw)
-            cw, cx = factor(s, plan.weight.correction, at), factor(s, plan.activation.correction, at_x)
+            offset = whole_offset(s, at_x)
+            codes = part[r, v] if offset is None else part[r, v] + offset * w_sum[v]
+            total = times(as_float(codes), gx, gw)
+            cw = None if elementwise else factor(s, plan.weight.correction, at)
+            cx = factor(s, plan.activation.correction, at_x) if offset is None else None
             if cw is not None:
-                total = total + times(as_float(x_sum[r]), gx, cw)
+                codes = x_sum[r] if offset is None else x_sum[r] + offset * T.cast(count, "int32")
+                total = total + times(as_float(codes), gx, cw)
             if cx is not None:
                 total = total + times(as_float(w_sum[v]), gw, cx)
             if cw is not None and cx is not None:
@@ -251,6 +255,15 @@ def _tensor(s: _Linear, node: Expr, at: Mapping[str, tirx.Expr]) -> tirx.Expr:
     if "padded" in at and tensor.index and tensor.index[0] == Var("n") and tensor.role not in ("bias", "residual"):
         at = {**at, "n": at["padded"]}
     return s.own.element(node.name, at)
+
+
+def whole_offset(s, at: Mapping[str, tirx.Expr]) -> tirx.Expr | None:
+    """What is added to codes of x whose sums are whole: an int32, so that x = 0 gives 0. None: there is no such number."""
+    activation = s.plan.activation
+    if activation.offset is None or s.plan.accumulate.is_float:
+        return None
+    offset = translate(activation.offset, lambda node: _tensor(s, node, at))
+    return offset if dtype_of(offset) == "int32" else None
 
 
 def inside(position: tirx.Expr, size: tirx.Expr) -> tirx.Expr:
@@ -325,9 +338,11 @@ def _tensor_bits(s: _Linear, code: str, at: Mapping[str, tirx.Expr]) -> tirx.Exp
 
 def _weight(s: _Linear, n: tirx.Expr, k: tirx.Expr, elementwise: bool) -> tirx.Expr:
     at = {"n": inside(n, s.own.sizes["n"]), "k": k, "padded": n}
-    value = _core(s, s.plan.weight.core, at, s.plan.scheme.code.name)
-    if elementwise and (fold := s.plan.weight.fold) is not None:
-        value = as_float(value) * factor(s, fold, at)
+    weight = s.plan.weight
+    value = _core(s, weight.core, at, s.plan.scheme.code.name)
+    if elementwise:  # the group changes with every k
+        value = times(as_float(value), factor(s, first(weight.fold, weight.promote), at))
+        value = value if weight.correction is None else value + factor(s, weight.correction, at)
     return _cast_sum(s, value)
 
 

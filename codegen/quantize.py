@@ -24,7 +24,7 @@ from qdsl.codegen.function import (
     store,
 )
 from qdsl.codegen.plan import VECTOR, Plan, quantize_args
-from qdsl.codegen.tir import as_float, choose, encode, f32, i64, is_nan, translate
+from qdsl.codegen.tir import as_float, choose, encode, f32, i64, is_nan, round_bf16, translate
 from qdsl.expr import REDUCTIONS, Call, Expr, Ref, walk
 from qdsl.scheme import Group, Index, Tensor, Var
 from qdsl.split import WIDENED
@@ -104,7 +104,7 @@ def compute(own: Parameters, tensor: Tensor, *token: tirx.Expr) -> None:
 
 def widen(plan: Plan) -> tirx.PrimFunc:
     """On a GPU, the operand of x as 16-bit floats, where a product of codes has no multiplier: `MainLoop.widened`."""
-    args, x = (*plan.main_loop.from_codes, WIDENED), plan.activation
+    args, x = (*plan.main_loop.made_of, WIDENED), plan.activation
     with open_function(plan, "widen", args) as (builder, own):
         m, k = own.sizes["m"], own.sizes["k"]
         pieces = T.truncdiv(k + i64(PIECE - 1), i64(PIECE))
@@ -148,7 +148,9 @@ def _value(own: Parameters, tensor: Tensor, index: list[tirx.Expr]) -> tirx.Expr
             return found[e][0]
         return _activation_value(own, e, starts)
 
-    return encode(tensor.dtype, as_float(translate(tensor.value, look)))
+    value = as_float(translate(tensor.value, look))
+    # A buffer of bfloat16 that is local to a function holds what TVM did not round.
+    return encode(tensor.dtype, round_bf16(value) if tensor.dtype.name == "bf16" else value)
 
 
 def _reduction(own: Parameters, call: Call, starts: dict, grouped: dict) -> tirx.Buffer:

@@ -1,4 +1,5 @@
-"""Transforms of x before it is quantized: one kernel for each contraction, float32 in between.
+"""Transforms of x before it is quantized: one kernel for each contraction, float32 in between. On a GPU, those that are products
+of matrices are `cuda.contract`'s.
 
 Every element of what a contraction makes is a sum of products in order of its digits.
 """
@@ -12,18 +13,23 @@ from dataclasses import dataclass, replace
 from tvm import tirx
 from tvm.tirx.script import builder as T
 
-from qdsl.codegen.function import Parameters, each, local, open_function, store
+from qdsl.codegen.cuda import contract
+from qdsl.codegen.function import Parameters, each, extents, local, open_function, store
 from qdsl.codegen.plan import VECTOR, Plan, transform_steps
 from qdsl.codegen.tir import as_float, f32, i64
 from qdsl.manifest import Step
-from qdsl.transform import Pass, passes, solved
+from qdsl.transform import Pass, passes
 
 
 def lower(plan: Plan) -> dict[str, tirx.PrimFunc]:
     """The functions of the plan's `transform_steps`."""
     block = plan.scheme.activation()
     found = zip(transform_steps(plan.scheme), passes(block.transforms) if block else (), strict=True)
-    return {step.function: _contraction(plan, step, p) for step, p in found}
+    on_cpu, lowered = plan.target.kind == "cpu", {}
+    for step, p in found:
+        tiled = not on_cpu and contract.supported(p)
+        lowered[step.function] = (contract.lower if tiled else _contraction)(plan, step, p)
+    return lowered
 
 
 @dataclass(frozen=True)
@@ -77,7 +83,7 @@ def _contraction(plan: Plan, step: Step, p: Pass) -> tirx.PrimFunc:
     lanes = VECTOR if plan.target.kind == "cpu" else 1
     *outer, last = p.contraction.result
     with open_function(plan, step.function, step.args) as (builder, own):
-        size = _extents(plan, own, p)
+        size = extents(plan, own, p)
         blocks = T.truncdiv(size[last] + i64(lanes - 1), i64(lanes)) if lanes > 1 else size[last]
         count = own.sizes["m"] * blocks
         for digit in outer:
@@ -97,19 +103,6 @@ def _contraction(plan: Plan, step: Step, p: Pass) -> tirx.PrimFunc:
                     with T.Else(), T.serial(i64(0), size[last] - first) as i:
                         replace(work, at={**at, last: first + i}).sums(1)
     return builder.get()
-
-
-def _extents(plan: Plan, own: Parameters, p: Pass) -> dict[str, tirx.Expr]:
-    size: dict[str, tirx.Expr] = {}
-    for found in solved(p.transform):
-        if found.tensor == "x":
-            whole = own.sizes["k"]
-        else:
-            whole = own.extent(plan.scheme.tensor(found.tensor).index[found.axis])
-        for digit in found.others:
-            whole = T.truncdiv(whole, size[digit])
-        size[found.digit] = whole
-    return size
 
 
 def _place(digits: Sequence[str], at: Mapping[str, tirx.Expr], size: Mapping[str, tirx.Expr]) -> tirx.Expr:

@@ -22,6 +22,7 @@ from qdsl.printer import print_file
 from qdsl.reports import Reports, keyword_of
 from qdsl.resolve import RESERVED, Names
 from qdsl.scheme import (
+    AXES,
     Activation,
     Compute,
     Free,
@@ -100,6 +101,8 @@ class _Parameters:
         if not value.is_integer() or (p.kind == "dim" and value < 1):
             legal = "a positive whole number, or k for one group over all of k" if p.kind == "dim" else "a whole number"
             self._bad(p, given, f"`{p.name}` is {legal}")
+        if abs(value) >= 10**18:
+            self._bad(p, given, "whole numbers have at most 18 digits")
         return int(value)
 
     def _bad(self, p: ast.Param, given: object, label: str) -> NoReturn:
@@ -202,6 +205,11 @@ class _Checker:
             elif (t := self.reports.attempt(self.declarations.transform, item)) is not None:
                 transforms.append(t)
         decode = self.reports.attempt(self.decode, block.decode, "x", tuple(tensors))
+        used = {n for e in (decode, *(t.value for t in tensors)) if isinstance(e, Expr) for n in names(e)}
+        for t in tensors:  # a transform's tensors have digits for indices
+            if t.name in used and (free := [i.name for i in t.index if isinstance(i, Free)]):
+                label = did_you_mean(free[0], AXES)
+                self.reports.report("bad-index", f"`{free[0]}` is not an index", t.span, label)
         if decode is not None and "x" in names(decode) and any(t.role == "code" for t in tensors):
             self.reports.report(
                 "wrong-left-side", "x is approximated by its codes, so it can't appear on the right", block.decode.span

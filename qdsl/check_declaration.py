@@ -90,6 +90,13 @@ class Declarations:
                 d.span,
                 "layouts may store it in any order",
             )
+        if d.role == "code" and where == "activation" and index != (Var("m"), Var("k")):
+            self.reports.fail("bad-index", "a code of x is indexed [m, k]", d.span, "every x has one")
+        if where == "activation" and any(i.axis in ("n", "e") for i in index if isinstance(i, Var | Group)):
+            self.reports.fail("bad-index", f"`{d.name}` can't depend on features of the weight", d.span,
+                              "x is the same for all of them")  # fmt: skip
+        if d.value is not None and (free := [i.name for i in index if isinstance(i, Free)]):
+            self.reports.fail("bad-index", f"`{free[0]}` is not an index", d.span, "what is computed of x has m and k")
         if (d.role == "index") != (dtype.kind == "index"):
             self.reports.fail(
                 "bad-type", "an index tensor, and only it, has type `idx(…)`", d.type.span, "e.g. `idx(k // 128)`"
@@ -180,9 +187,10 @@ class Declarations:
                 )
             case Ref(name):
                 self.names.give_up_on(name)
-                self.reports.fail(
-                    "bad-index", f"`{name}` is not an index", e.span, did_you_mean(name, [*AXES, *self.names.tensors])
-                )
+                label = did_you_mean(name, [*AXES, *self.names.tensors])
+                if name in self.of_weight and name not in self.names.tensors:
+                    label = f"declare `{name}` above what it is an index of"
+                self.reports.fail("bad-index", f"`{name}` is not an index", e.span, label)
         self.reports.fail(
             "bad-index", f"`{e}` is not an index", e.span, "an axis, `axis // size`, a number, or an index tensor"
         )

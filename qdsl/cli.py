@@ -41,7 +41,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(problem if isinstance(problem, SchemeError) else f"error: {problem}", file=sys.stderr)
         return 1
     except OSError as problem:
-        print(f"error: {problem}", file=sys.stderr)
+        where = f"{problem.filename}: {problem.strerror}" if problem.filename and problem.strerror else problem
+        print(f"error: {where}", file=sys.stderr)
         return 1
     except Exception:
         return _bug(argv)
@@ -215,6 +216,8 @@ def _positive(text: str) -> float:
 
 # ---- verbs -------------------------------------------------------------------------------------------------------
 def _compile(args: argparse.Namespace) -> int:
+    if args.emit and (args.out or args.json):
+        raise Error("--emit prints a stage and makes no artifact: leave out -o and --json")
     if args.emit == "syntax":
         from qdsl.syntax import parse
 

@@ -39,6 +39,9 @@ def compile_scheme(scheme: Scheme, kind: str, archs: tuple[str, ...], out: Path 
     archs = tuple(dict.fromkeys(archs or (default_archs(kind) if kind in ("cpu", "cuda") else ("",))))
     for arch in archs:
         target(kind, arch)  # a wrong name is an error before anything is built
+    if out is not None:
+        out = out.resolve()  # a link stays one
+        _refuse_other(out)
     tools = toolchain(kind)
     digest = cache.digest_of(scheme, kind, archs, tools)
     artifact = cache.find_or_build(
@@ -88,10 +91,18 @@ def _build(path: Path, scheme: Scheme, kind: str, archs: tuple[str, ...], digest
         report("")
 
 
-def _copy(artifact: Artifact, out: Path) -> Artifact:
-    """Put an artifact at `out`, replacing one that is there and nothing else."""
+def _refuse_other(out: Path) -> None:
+    """An artifact may stand in the place of another, or of nothing."""
     if out.exists() and not (out / MANIFEST).is_file() and (not out.is_dir() or any(out.iterdir())):
         raise Error(f"{out}: exists and is not an artifact; choose another directory or remove it")
+    above = next(p for p in out.parents if p.exists())
+    if not above.is_dir():
+        raise Error(f"{out}: there can be no such directory, for {above} is a file; choose another")
+
+
+def _copy(artifact: Artifact, out: Path) -> Artifact:
+    """Put an artifact at `out`, replacing one that is there."""
+    _refuse_other(out)
     out.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{out.name}-", dir=out.parent))
     try:

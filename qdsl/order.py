@@ -11,11 +11,11 @@ this order before the product.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from qdsl.scheme import Gather, Group, Tensor, Var
+from qdsl.scheme import Gather, Group, Scheme, Tensor, Var
 
 SOURCE, ORDERED = (
     "x.source",
@@ -63,6 +63,16 @@ class Order:
         source = np.full(int(runs.sum()) * self.padded, -1, np.int32)
         source[first + rank // self.group * self.padded + rank % self.group] = by_group
         return Runs(source, np.repeat(np.arange(len(runs)), runs))
+
+
+def ordered(scheme: Scheme, order: Order) -> Scheme:
+    """The scheme of a weight whose inputs are in that order: its groups along k are the runs."""
+
+    def tensor(t: Tensor) -> Tensor:
+        return replace(t, index=(*t.index[:-1], Group("k", order.padded))) if t.index and _grouped(t) else t
+
+    tensors = tuple(tensor(t) for t in scheme.weight.tensors if t.role != "index")
+    return replace(scheme, weight=replace(scheme.weight, tensors=tensors), layouts={})
 
 
 def interleaved(patterns: np.ndarray, parts: int) -> np.ndarray:

@@ -329,10 +329,29 @@ def expert_name(template: str, expert: int) -> str:
     return re.sub(r"\{e\}", str(expert), template)
 
 
-def shape_error(binding: Binding, name: str, found: Sequence[int], needed: Sequence[int], n: int, k: int) -> Diagnostic:
+def shape_error(
+    scheme: Scheme, binding: Binding, name: str, found: Sequence[int], needed: Sequence[int], n: int, k: int
+) -> Diagnostic:
     """The diagnostic for a checkpoint tensor of the wrong shape; points into the scheme."""
     fix = ""
-    if sorted(found) == sorted(needed):
+    if group := _fitting_group(scheme, binding, found, n, k):
+        fix = f"groups of {group} along k would make it so: is that what the checkpoint has?"
+    elif sorted(found) == sorted(needed):
         fix = "the sizes match in another order: is this the transposed projection, or another layout?"
     message = f"checkpoint tensor `{name}` is {list(found)}, layout needs {list(needed)}"
     return error("shape", message, binding.span, f"with n = {n}, k = {k}", fix=fix)
+
+
+def _fitting_group(scheme: Scheme, binding: Binding, found: Sequence[int], n: int, k: int) -> int | None:
+    """The inputs of a group with which the stored tensor would have the shape that was found."""
+    tensor = scheme.tensor(binding.tensor)
+    index = tensor.index[1:] if binding.per_expert else tensor.index
+    along = [isinstance(i, Gather) or (isinstance(i, Group) and i.axis == "k" and i.size is not None) for i in index]
+    if sum(along) != 1 or any(isinstance(i, Free) for i in index):
+        return None
+    for count in (c for c in range(1, k) if k % c == 0):
+        sizes = {"e": 1, "m": 1, "n": n, "k": k}
+        shape = (count if grouped else extent_of(i, sizes, scheme) for i, grouped in zip(index, along, strict=True))
+        if list(binding.layout.stored_shape(tuple(shape))) == list(found):
+            return k // count
+    return None

@@ -16,6 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import reduce
 
 import numpy as np
 
@@ -34,6 +35,7 @@ class Split:
     promote: Expr | None
     epilogue: Expr | None
     correction: Expr | None
+    offset: Expr | None  # what the correction is of fold * promote, where it is some of that: added to the core
     groups: tuple[int, ...]  # group sizes along k of fold, promote and correction
     gathered: bool  # some factor is found through an index tensor
     range: Range  # of the core
@@ -127,11 +129,9 @@ def split(operand: Operand, compute: DType, given: str) -> Split | Diagnostic:
     grouping = factors[1]
     if constant:  # these terms stand outside the product, so no factor can wait until after the sum
         grouping, epilogue = [*grouping, *epilogue], []
+    offset = None if constant or inner else _sum(offsets)
     constant += [term for offset in offsets if (term := product([offset, *grouping]))]
-    group = product([*inner, *grouping])
-    correction: Expr | None = None
-    for term in constant:
-        correction = term if correction is None else Binary("+", correction, term)
+    group, correction = product([*inner, *grouping]), _sum(constant)
     folds = compute.is_float and compute.bits >= 16
     grouped = [e for e in (group, correction) if e is not None]
     return Split(
@@ -140,11 +140,16 @@ def split(operand: Operand, compute: DType, given: str) -> Split | Diagnostic:
         None if folds else group,
         product(epilogue),
         correction,
+        offset,
         _group_sizes(grouped, tensors),
         any(isinstance(i, Gather) for e in grouped for n in names(e) if n in tensors for i in tensors[n].index),
         found,
         exact,
     )
+
+
+def _sum(terms: list[Expr]) -> Expr | None:
+    return reduce(lambda left, right: Binary("+", left, right), terms) if terms else None
 
 
 def _factors(e: Expr) -> list[Expr]:

@@ -173,7 +173,9 @@ def _any_cached(scheme: Scheme, device: torch.device) -> Artifact | None:
 
 
 def refuse_in_capture(scheme: Scheme, kind: str) -> None:
-    """Raises Error while a CUDA graph is captured: nothing may be compiled, loaded or copied there."""
+    """Raises Error while a CUDA graph is captured: nothing may be compiled, loaded or copied there; or without CUDA."""
+    if kind == "cuda" and not torch.cuda.is_available():
+        raise Error(f'{scheme.bound} was asked for on CUDA, and torch sees no GPU here; `device="cpu"` runs everywhere')
     if kind == "cuda" and torch.cuda.is_current_stream_capturing():
         raise Error(
             f"the kernels of {scheme.bound} are not loaded, and nothing can be loaded while a CUDA graph is captured; "

@@ -38,12 +38,16 @@ from qdsl.scheme import Scheme, Tensor
 _DERIVED = re.compile(r"(^|\.)rotary_emb\.inv_freq$")
 _LARGEST = 6 * 448  # weights: e2m1 codes times e4m3 scales are up to this by themselves
 _LISTED = 8  # parameters that are in no file, of which each has a line
+_SAID = 20  # problems that an error lists: those of one cause are about every layer
 
 
 def refuse(directory: Path, problems: Sequence[str]) -> None:
-    """Raise CheckpointError with all problems, if there are any."""
+    """Raise CheckpointError with the first problems, if there are any."""
     if problems:
-        raise CheckpointError(f"{directory} can't be loaded:\n" + "\n".join(f"- {problem}" for problem in problems))
+        lines = [f"- {problem}" for problem in problems[:_SAID]]
+        if more := len(problems) - len(lines):
+            lines.append(f"- and {more} more")
+        raise CheckpointError(f"{directory} can't be loaded:\n" + "\n".join(lines))
 
 
 def wish(

@@ -254,8 +254,8 @@ class QuantLinear(nn.Module):
             torch.cuda.current_stream(self.device).synchronize()
 
     def _source(self, order: Order) -> torch.Tensor:
-        """Of every input in the order of the kernels, where x has it."""
-        return torch.from_numpy(order.runs(self._inputs).source).to(self.device)
+        """Of every input in the order of the kernels, where x has it; in torch's own memory, which is aligned."""
+        return torch.tensor(order.runs(self._inputs).source, device=self.device)
 
     def _derived(self, name: str, declared: Tensor, buffer: Buffer) -> torch.Tensor:
         """A tensor that a kernel takes in another form than the layer keeps it."""
@@ -331,7 +331,7 @@ class QuantLinear(nn.Module):
         if autocast:
             x = _autocast(x)
         key = self._keys.get(x.dtype)
-        if key is None or not self._loaded or x.dim() == 0 or x.shape[-1] != self.in_features:
+        if key is None or not (self._loaded or x.is_meta) or x.dim() == 0 or x.shape[-1] != self.in_features:
             key = self._explain(x)
         operands = [self._buffers[name] for name in self._operands[x.dtype]]
         if operands[0].device != x.device:
@@ -350,9 +350,11 @@ class QuantLinear(nn.Module):
         key = self._keys.get(x.dtype)
         if key is None or not self._loaded or x.shape[-1] != self.in_features:
             key = self._explain(x)
+        if x.dim() != 2:
+            raise ValueError(f"x is {list(x.shape)}, needed is [m, {self.in_features}]")
         if tuple(y.shape) != (x.shape[0], self.width) or y.dtype != x.dtype or not y.is_contiguous():
             raise ValueError(
-                f"y is {list(y.shape)} {y.dtype}, needed is a contiguous [{x.shape[0]}, {self.width}] {x.dtype}"
+                f"y is {list(y.shape)} {y.dtype} of strides {list(y.stride())}, needed is a contiguous [{x.shape[0]}, {self.width}] {x.dtype}"
             )
         if not x.shape[0]:
             return
@@ -361,6 +363,8 @@ class QuantLinear(nn.Module):
             self._add_residual(x, operands, residual)
         if variant is None:
             kernel.run_into(rows(x), operands, y)
+        elif variant not in (known := kernel.variants(self.in_features)):
+            raise ValueError(f"{self.scheme.bound} has no kernel `{variant}` for this layer; it has {', '.join(known)}")
         else:
             kernel.run_variant(variant, rows(x), operands, y)
 
@@ -403,7 +407,7 @@ class QuantLinear(nn.Module):
 
     def _explain(self, x: torch.Tensor) -> str:
         """The key of a kernel for an input that the fast path did not take, or the error that says why there is none."""
-        if not self._loaded:
+        if not (self._loaded or x.is_meta):  # shapes need no weights
             raise Error(
                 f"this QuantLinear ({self.scheme.bound}) has no weights yet; load(), load_state_dict() and quantize() give it some"
             )
@@ -532,6 +536,8 @@ class QuantLinear(nn.Module):
                 f"{self.scheme.bound}: the layer needs a weight {list(needed)} with{'' if self._has_bias else 'out'} a bias, "
                 f"not {list(weight.shape)} with{'' if bias is not None else 'out'} one"
             )
+        if weight.is_meta:
+            raise Error(f"{self.scheme.bound}: the weight is on the meta device and has no numbers to quantize")
         return self.set_weight(quantized(self.scheme, weight), bias)
 
     def set_weight(self, patterns: Mapping[str, np.ndarray], bias: torch.Tensor | None) -> QuantLinear:
@@ -659,7 +665,7 @@ class QuantLinear(nn.Module):
             return
         given, problem = {}, self.tag.disagreement(saved)
         if not problem:
-            given = {buffer.tensor: (buffer, state_dict[prefix + buffer.tensor]) for buffer in saved.buffers}
+            given = {b.tensor: (b, state_dict[prefix + b.tensor]) for b in saved.buffers if b.tensor in self._wanted}
             problem = self._misfit(given, saved.loaded)
         if problem:
             error_msgs.append(f"{prefix.rstrip('.') or 'the layer'}: {problem}")

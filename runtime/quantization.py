@@ -89,7 +89,8 @@ def _storage(scheme: Scheme, layout: str | None) -> tuple[Storage, Scheme]:
         others = "; ".join(f"{name}: {', '.join(layouts)}" for name, layouts in all_writable())
         has = f"its layouts ({', '.join(scheme.layouts)}) are" if scheme.layouts else "it has no layouts, so it is"
         raise Error(
-            f"{scheme.bound}: {has} of no format whose configuration qdsl writes; schemes and layouts that have one: {others}"
+            f"{scheme.bound}: {has} of no format whose configuration qdsl writes: `qdsl convert --scheme` quantizes by any; "
+            f"schemes and layouts that have one: {others}"
         )
     if layout is not None and layout not in known:
         raise Error(

@@ -169,7 +169,7 @@ def _misfit(
     return (
         None
         if tuple(tensor.shape) in (needed, least) or scalar
-        else shape_error(binding, name, tensor.shape, least, n, k)
+        else shape_error(scheme, binding, name, tensor.shape, least, n, k)
     )
 
 

@@ -197,7 +197,7 @@ def misfits(
             del wanted[declared.name]  # any float will do, it is kept as it is; only the shape matters
             needed = binding.layout.stored_shape(declared.shape(sizes, scheme))
             if tuple(found.shape) != tuple(needed):
-                problems.append(shape_error(binding, name, found.shape, needed, n, k))
+                problems.append(shape_error(scheme, binding, name, found.shape, needed, n, k))
     problems = [*repack.mismatches(scheme, storage, tensors, prefix, sizes, wanted), *problems]
     return problems or _free_misfits(scheme, storage, n, k, kept, phase, tensors, prefix)
 

@@ -161,7 +161,7 @@ class StoredTensors(Mapping[str, torch.Tensor]):
         promised = _weight_map(directory)
         problems = []
         for path in sorted(set(promised.values())) if promised else [_single(directory)]:
-            problems += self._scan(path)
+            problems += self._scan(path) if path.is_file() else [_absent(path, promised)]
         missing = [name for name in promised if name not in self.headers]
         astray = [name for name, path in promised.items() if self.file.get(name, path) != path]
         if missing and not problems:
@@ -174,8 +174,6 @@ class StoredTensors(Mapping[str, torch.Tensor]):
 
     def _scan(self, path: Path) -> list[str]:
         """Read one header."""
-        if not path.is_file():
-            return [f"{path}: the index names this file, but it is missing"]
         try:
             with safetensors.safe_open(path, "pt") as opened:
                 for name in opened.keys():  # noqa: SIM118  (a file handle, not a dictionary)
@@ -321,9 +319,11 @@ class Renamed(Mapping[str, torch.Tensor]):
 
 
 def _index(directory: Path) -> Path | None:
-    """The index of a checkpoint in several files: under its usual name, or the one there is."""
+    """The index of a checkpoint in several files: under its usual name, or the one there is; not what is left of a
+    checkpoint that one file has replaced, where `save_pretrained` removes the files that it names alone."""
     if (path := directory / INDEX).is_file():
-        return path
+        left = (directory / SINGLE).is_file() and not any(file.exists() for file in _named(path).values())
+        return None if left else path
     found = sorted(directory.glob("*.safetensors.index.json"))
     return found[0] if len(found) == 1 and not (directory / SINGLE).is_file() else None
 
@@ -331,12 +331,14 @@ def _index(directory: Path) -> Path | None:
 def _weight_map(directory: Path) -> dict[str, Path]:
     """Tensor name -> file, as the index says; empty without an index."""
     path = _index(directory)
-    if path is None:
-        return {}
-    found = _json(path).get("weight_map")
+    return {} if path is None else _named(path)
+
+
+def _named(index: Path) -> dict[str, Path]:
+    found = _json(index).get("weight_map")
     if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
-        raise CheckpointError(f"{path}: no `weight_map` from names of tensors to files")
-    return {name: directory / file for name, file in found.items()}
+        raise CheckpointError(f"{index}: no `weight_map` from names of tensors to files")
+    return {name: index.parent / file for name, file in found.items()}
 
 
 def _single(directory: Path) -> Path:
@@ -356,6 +358,10 @@ def _single(directory: Path) -> Path:
     )
     hint = "; pickled weights (.bin, .pt) are not read, convert them first" if any(directory.glob("*.bin")) else ""
     raise CheckpointError(f"{directory}: {what}{hint}")
+
+
+def _absent(path: Path, promised: Mapping[str, Path]) -> str:
+    return f"{path}: {'the index names this file, but it is missing' if promised else 'no file, or a link to none'}"
 
 
 def some(names: Iterable[str], count: int = 4) -> str:

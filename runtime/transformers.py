@@ -21,6 +21,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import safetensors
 import torch
 import transformers
 from packaging.version import Version
@@ -129,7 +130,8 @@ class QdslQuantizer(HfQuantizer):
         config = self.quantization_config
         with _usual_defaults(), _tied(model):
             asked = wish(model, config.scheme, config.params, config.skip)
-            self.found = examine(model, self.directory, config.phase, config.settings, asked)
+            prefix = _prefix(model, checkpoint_files)
+            self.found = examine(model, self.directory, config.phase, config.settings, asked, prefix=prefix)
         for notice in self.found.notices:
             warnings.warn(f"{self.directory}: {notice}", stacklevel=2)
         refuse(self.directory, [*self.found.problems, *_rearranged(self.found)])
@@ -141,7 +143,9 @@ class QdslQuantizer(HfQuantizer):
             del model.all_tied_weights_keys[name]  # a head that is stored quantized is not tied
         around = {spelling for name in layers for spelling in spellings(name)}
         around |= {stored for name in layers for stored in self.found.fused.stored(name)}
-        ours = [*(rf"^{re.escape(name)}\." for name in around), *(f"^{re.escape(n)}$" for n in self.found.plan.skipped)]
+        inside = re.escape(prefix)
+        ours = [rf"^{inside}{re.escape(name)}\." for name in around]
+        ours += [f"^{inside}{re.escape(name)}$" for name in self.found.plan.skipped]
         model._keys_to_ignore_on_load_unexpected = {*(model._keys_to_ignore_on_load_unexpected or ()), *ours}
 
     def _process_model_after_weight_loading(self, model: nn.Module, **_: Any) -> None:
@@ -157,7 +161,8 @@ class QdslQuantizer(HfQuantizer):
         model._weight_conversions = []  # or `save_pretrained` would give tensors the names of older models
         del self.found, self.replaced, model._keys_to_ignore_on_load_unexpected  # back to the class's own
 
-    def _dequantize(self, model: nn.Module, dtype: torch.dtype | None = None) -> nn.Module:
+    def _dequantize(self, model: nn.Module, dtype: torch.dtype | str | None = None) -> nn.Module:
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) else dtype  # of a configuration that has been saved
         layers = _layers(model)
         if experts := [name for name, layer in layers.items() if isinstance(layer, QuantExperts)]:
             raise Error(
@@ -219,6 +224,18 @@ def _float_bias(layer: QuantLinear | QuantFused) -> torch.Tensor | None:
 def _layers(model: nn.Module) -> dict[str, QuantLinear | QuantFused | QuantExperts]:
     found = {name: m for name, m in model.named_modules() if isinstance(m, QuantLinear | QuantFused | QuantExperts)}
     return {name: m for name, m in found.items() if name.rpartition(".")[0] not in found}
+
+
+def _prefix(model: nn.Module, files: Sequence[str]) -> str:
+    """What transformers drops of the names of a checkpoint, where the model is the part of it without a head."""
+    prefix = f"{model.base_model_prefix}."
+    if prefix == "." or hasattr(model, model.base_model_prefix):
+        return ""
+    for file in files:
+        with safetensors.safe_open(file, "pt") as opened:
+            if any(name.startswith(prefix) for name in opened.keys()):  # noqa: SIM118  (a file handle, not a dictionary)
+                return prefix
+    return ""
 
 
 def _rearranged(found: Examination) -> list[str]:

@@ -197,7 +197,7 @@ class Trial:
         """Random numbers in the kernel's layout: any bits are codes, scales are around 1/100."""
         device, generator, order = self.device, self.generator, self.kernel.order
         if name == SOURCE:
-            return torch.from_numpy(order.runs(self.inputs).source).to(device)
+            return torch.tensor(order.runs(self.inputs).source, device=device)
         tensor, buffer = self.kernel.scheme.tensor(name), self.kernel.buffers[name]
         kind = torch_type(buffer)
         if tensor.optional:

@@ -437,6 +437,9 @@ def test_shards(writable):
 
 def test_weights_that_are_not_safetensors(writable):
     directory, _, _ = writable
+    (directory / "model.safetensors").symlink_to(directory / "nowhere")
+    refused(built(), directory, "model.safetensors: no file, or a link to none")
+    (directory / "model.safetensors").unlink()
     refused(built(), directory, "no safetensors")
     (directory / "pytorch_model.bin").write_bytes(b"")
     refused(built(), directory, "pickled weights")

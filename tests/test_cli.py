@@ -230,6 +230,15 @@ def test_an_unknown_scheme(verb, failing):
     assert "did you mean `awq4`?" in failing(verb, "awq5")
 
 
+def test_a_stage_is_no_artifact(failing, tmp_path):
+    for option in (("-o", tmp_path / "out"), ("--json",)):
+        assert "leave out -o and --json" in failing("compile", "awq4", "--emit", "plan", *option)
+
+
+def test_numbers_that_are_too_large(failing):
+    assert "whole numbers have at most 18 digits" in failing("compile", "awq4", "-P", "group=99999999999999999999")
+
+
 def test_an_unknown_scheme_in_compile_emit_syntax(failing):
     assert "did you mean `awq4`?" in failing("compile", "awq5", "--emit", "syntax")
 
@@ -280,6 +289,8 @@ def test_an_output_directory_that_holds_something_else(tiny, tmp_path, failing):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "thesis.txt").write_text("do not lose")
     assert "exists and is not an artifact" in failing("compile", tiny, "-o", tmp_path / "mine")
+    (tmp_path / "file").touch()
+    assert f"for {tmp_path / 'file'} is a file" in failing("compile", tiny, "-o", tmp_path / "file" / "a" / "b")
     assert (tmp_path / "mine" / "thesis.txt").exists()
     assert "error" in failing("compile", tiny, "-o", tiny)
     assert tiny.read_text() == GOOD

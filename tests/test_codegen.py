@@ -44,7 +44,7 @@ def test_nvcc_accepts_a_portable_kernel_without_spills(arch, tmp_path):
     from qdsl.codegen.cuda.host import _wheel_paths
 
     source = tmp_path / "k.cu"
-    source.write_text(emit(qdsl.load("fp8_block"), "cuda", arch, "source"))
+    source.write_text(emit(qdsl.load("w4a16_int"), "cuda", arch, "source"))
     import tvm_ffi
 
     include = f"{tvm_ffi.__path__[0]}/include"

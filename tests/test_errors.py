@@ -36,7 +36,7 @@ def mistakes(path: Path):
     if path.stem != "shape":
         return ()
     binding = next(iter(scheme.layouts.values())).bindings[0]
-    return (shape_error(binding, "model.up_proj.qweight", (512, 4096), (4096, 512), 4096, 4096),)
+    return (shape_error(scheme, binding, "model.up_proj.qweight", (512, 4096), (4096, 512), 4096, 4096),)
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: p.stem)

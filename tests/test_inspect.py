@@ -10,6 +10,8 @@ import pytest
 from test_models import LOADED
 
 from qdsl.cli import main
+from qdsl.diagnostic import CheckpointError
+from qdsl.runtime.examination import refuse
 from qdsl.runtime.inspection import inspect
 
 pytest.importorskip("transformers")
@@ -47,6 +49,7 @@ def test_what_is_wrong_is_said_below_the_table(tmp_path, capsys):
     assert main(["inspect", str(tmp_path)]) == 1
     text = capsys.readouterr().out
     assert "problem: model.safetensors: model.layers.0.self_attn.q_proj: " in text and "layout needs [4, 256]" in text
+    assert "groups of 128 along k would make it so" in text
     (tmp_path / "config.json").write_text(json.dumps(config | {"model_type": "unheard_of", "architectures": None}))
     assert main(["inspect", str(tmp_path)]) == 1
     assert "transformers can't build this model" in capsys.readouterr().err
@@ -73,3 +76,8 @@ def test_experts_have_a_row_for_each_projection(capsys):
         [f"model.layers.0.mlp.experts.{own}_proj", "4", "x", n]
         for own, n in (("gate", "256"), ("up", "256"), ("down", "128"))
     ]
+
+
+def test_an_error_lists_the_first_of_many_problems():
+    with pytest.raises(CheckpointError, match=r"- layer 19 lacks scales\n- and 5 more$"):
+        refuse(Path("model"), [f"layer {i} lacks scales" for i in range(25)])

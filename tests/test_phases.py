@@ -131,7 +131,7 @@ def test_the_manifest_has_the_variants_of_every_phase(capsys):
 
 
 def test_architectures_may_want_a_weight_in_ways_of_their_own(tmp_path, monkeypatch):
-    """sm_90a multiplies bytes on tensor cores, sm_80 has the portable loops: one artifact, a layout for each."""
+    """sm_90a multiplies bytes as they lie in shared memory, sm_80 those in registers: one artifact, a layout for each."""
     monkeypatch.setattr(host, "build", lambda source, library, target: library.write_bytes(b""))
     scheme, archs = qdsl.load("w8a8_mix"), ("sm_80", "sm_90a")
     compile_into(tmp_path, scheme, "cuda", archs, "digest", {})

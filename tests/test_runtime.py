@@ -412,6 +412,37 @@ def test_bits_of_another_devices_layout_are_repacked():
     assert torch.equal(fresh(x), layer(x))
 
 
+def test_meta_layers_give_shapes():
+    layer = QuantLinear("awq4", K, N, True, device="meta", dtype=torch.float32)
+    for dtype in (torch.float32, torch.bfloat16):
+        y = layer(torch.empty(2, 3, K, device="meta", dtype=dtype))
+        assert y.is_meta and y.shape == (2, 3, N) and y.dtype == dtype
+    with pytest.raises(qdsl.Error, match="meta device and has no numbers"):
+        QuantLinear.from_float(torch.nn.Linear(K, N, device="meta"), "awq4")
+
+
+def test_a_saved_bias_that_the_layer_lacks_is_unexpected():
+    layer, _ = filled(dtype=torch.float32)
+    without = QuantLinear("awq4", K, N, False, dtype=torch.float32)
+    with pytest.raises(RuntimeError, match=r'Unexpected key\(s\) in state_dict: "b"'):
+        without.load_state_dict(layer.state_dict())
+
+
+def test_running_into_what_does_not_fit():
+    layer, _ = filled(dtype=torch.float32)
+    x, y = torch.zeros(2, K), torch.zeros(2, N)
+    with pytest.raises(ValueError, match=rf"x is \[2, 1, {K}\], needed is \[m, {K}\]"):
+        layer.run_into(x[:, None], y)
+    with pytest.raises(ValueError, match="has no kernel `nope` for this layer; it has "):
+        layer.run_into(x, y, variant="nope")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_cuda_without_a_gpu():
+    with pytest.raises(qdsl.Error, match="torch sees no GPU here"):
+        QuantLinear("awq4", K, N, device="cuda")
+
+
 def test_meta_layers_get_their_numbers_later():
     layer, _ = filled(dtype=torch.float32)
     x = inputs(layer, 2)

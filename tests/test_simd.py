@@ -13,11 +13,12 @@ from qdsl.codegen.plan import plan
 from qdsl.codegen.simd.blocked import DEPTH, codes
 from qdsl.codegen.target import target
 from qdsl.dtype import dtype
-from qdsl.runtime import QuantLinear
+from qdsl.runtime import QuantLinear, verify
 from qdsl.runtime.processor import cpu_levels
 
 HERE = cpu_levels()[0]
-PORTABLE = {"gptq_actorder", "gptq_sym_actorder", "w4a8"}  # sorted inputs; a cast that hangs on the group
+LIGHT = next((level for level in cpu_levels() if level == "x86-64-v3"), HERE)  # whose kernels are compiled sooner
+PORTABLE = {"w4a8"}  # a cast that hangs on the group
 
 
 def view(name: str, level: str, **params):
@@ -80,6 +81,37 @@ def test_codes_of_x_are_as_many_bytes_as_they_may_need(code, unit, planes):
     found = plan(qdsl.parse(text), target("cpu", "sapphirerapids"))
     assert (found.blocked.unit, found.blocked.planes) == (unit, planes)
     assert found.blocked.tiles == (unit == "u8")
+
+
+@pytest.mark.parametrize(
+    ("zero", "step"), [("z[n, k // 96] : u4", 96), ("z[n, g] : u4", 96), ("z[n, k] : u4", None), ("z[n] : u4", 0)]
+)
+def test_zero_points_are_taken_off_the_groups_they_are_of(zero, step):
+    """Those of groups that no scale has, which inputs may name; None: no vectors."""
+    text = f"""scheme mine "x"
+    weight {{ code q[n, k] : u4 index g[k] : idx(k // 96) zero {zero} scale s[n] : f32 w ~ (q - z) * s }}
+    compute f16 -> f32
+    output f16"""
+    found = plan(qdsl.parse(text), target("cpu", HERE)).blocked
+    assert (found and (found.step or 0)) == step
+
+
+@pytest.mark.parametrize(
+    ("name", "params", "runs"),
+    [
+        ("gptq_actorder", {"group": 32, "bits": 6}, "inputs sorted by g, in runs of 32"),
+        ("gptq", {"group": 20, "bits": 3}, "inputs in their order, in runs of 32, of 20 inputs"),
+    ],
+)
+def test_groups_that_inputs_name_or_of_any_size_and_codes_of_any_width(name, params, runs, monkeypatch):
+    """x is brought into the order of its groups; codes lie in cells of 4 or 8 bits."""
+    scheme = qdsl.load(name, **params)
+    for level in (HERE, LIGHT):
+        planned = plan(scheme, target("cpu", level))
+        assert planned.blocked.bits in (4, 8) and str(planned.order) == runs
+    monkeypatch.setattr(verify, "SIZES", ((33, 136), (48, verify.MOST)))
+    report = verify.verify(scheme, "cpu", LIGHT)
+    assert report.passed, str(report)
 
 
 def test_a_sum_that_could_overflow_limits_k():
@@ -252,6 +284,43 @@ def test_every_code_of_x_is_its_planes(group):
         y = torch.empty(len(codes), 32)
         layer.run_into(x, y, variant)
         assert torch.equal(y.double(), expected), variant
+
+
+def test_a_scale_of_x_is_rounded_to_bfloat16():
+    text = """scheme mine "x"
+    weight { code q[n, k] : i8 scale s[n] : f32 w ~ q * s }
+    activation { scale t[m] : bf16 = amax(abs(x)) / 127 code a[m, k] : i8 = x / t x ~ a * t }
+    compute i8 -> i32
+    output f32"""
+    scheme, n, k = qdsl.parse(text), 16, 64
+    layer = QuantLinear(scheme, k, n)
+    rng = np.random.default_rng(0)
+    patterns = reference.random_patterns(scheme, rng, n, k)
+    layer.set_patterns(patterns)
+    x = torch.from_numpy(rng.standard_normal((9, k), np.float32))
+    expected = reference.linear(scheme, x.numpy(), patterns, n)
+    assert (np.abs(layer(x).numpy() - expected.y) <= expected.bound).all()
+
+
+@pytest.mark.parametrize("level", [HERE, "x86-64-v2"])
+@pytest.mark.parametrize(
+    "weight", ["scale s[n] : f32 w ~ q * s", "scale s[n, k // 64] : f32 param p[n] : f16 w ~ q * s + p"]
+)
+def test_no_x_gives_nothing_however_large_what_cancels(weight, level):
+    """Of codes with a zero point, whose products with weights of one sign sum to more than a float32 holds exactly."""
+    text = f"""scheme mine "x"
+    weight {{ code q[n, k] : i8 {weight} }}
+    activation {{ scale t[] : f32 zero o[] : i8 code a[m, k] : i8 = x / t + o x ~ (a - o) * t }}
+    compute i8 -> i32
+    output f32"""
+    scheme, n, k = qdsl.parse(text), 33, 14337
+    layer = QuantLinear(scheme, k, n, artifact=qdsl.compile(scheme, "cpu", (level,)))
+    rng = np.random.default_rng(0)
+    patterns = reference.random_patterns(scheme, rng, n, k)
+    patterns |= {"q": rng.integers(90, 128, (n, k)), "o": np.array(101)}
+    layer.set_patterns(patterns)
+    for m in (1, 40):
+        assert not layer(torch.zeros(m, k)).any(), m
 
 
 @pytest.mark.parametrize(("name", "params"), [("awq4", {"act": "f32"}), ("awq4", {"act": "bf16"}), ("nf4", {})])

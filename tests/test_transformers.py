@@ -21,7 +21,7 @@ from qdsl.runtime.conversion import convert
 
 transformers = pytest.importorskip("transformers", "5.12")
 
-from transformers import AutoModelForCausalLM  # noqa: E402  (an extra)
+from transformers import AutoModel, AutoModelForCausalLM  # noqa: E402  (an extra)
 from transformers.quantizers import auto  # noqa: E402
 
 from qdsl.runtime.transformers import QdslConfig  # noqa: E402
@@ -83,6 +83,16 @@ def test_what_is_saved_is_loaded_again(tmp_path, size):
     assert not any(layer.batch_invariant for layer in quantized(again).values())
 
 
+@pytest.mark.usefixtures("silent")
+def test_a_save_over_a_sharded_one_leaves_an_index_that_counts_no_more(converted, tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(converted)
+    model.save_pretrained(tmp_path, max_shard_size="100KB")
+    model.save_pretrained(tmp_path)
+    assert (tmp_path / "model.safetensors.index.json").exists() and (tmp_path / "model.safetensors").exists()
+    assert torch.equal(logits(AutoModelForCausalLM.from_pretrained(tmp_path)), logits(model))
+    assert isinstance(model.dequantize().lm_head, torch.nn.Linear), "saving makes its type a word"
+
+
 def test_saving_writes_what_converting_writes(converted, tmp_path):
     AutoModelForCausalLM.from_pretrained(converted).save_pretrained(tmp_path)
     one, two = stored(tmp_path), stored(converted)
@@ -111,6 +121,17 @@ def test_experts(tmp_path):
     assert same(again, model) and torch.equal(logits(again), logits(model))
     with pytest.raises(qdsl.Error, match="experts stay quantized"):
         model.dequantize()
+
+
+@pytest.mark.filterwarnings("ignore:.*`lm_head.weight`:UserWarning")
+@pytest.mark.parametrize("own", [True, False])
+def test_a_model_without_its_head(own, converted):
+    options = {} if own else {"quantization_config": QdslConfig()}
+    source = converted if own else AWQ
+    whole, tokens = AutoModelForCausalLM.from_pretrained(source, **options), torch.arange(5)[None]
+    part = AutoModel.from_pretrained(source, **options)
+    assert quantized(part).keys() == {name.removeprefix("model.") for name in quantized(whole)}
+    assert torch.equal(part(tokens).last_hidden_state, whole.model(tokens).last_hidden_state)
 
 
 def test_devices(converted):

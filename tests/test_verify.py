@@ -11,7 +11,7 @@ import torch
 import qdsl
 from qdsl import reference
 from qdsl.runtime import QuantLinear
-from qdsl.runtime.verify import verify
+from qdsl.runtime.verify import Report, _compare, verify
 
 SCHEMES = Path(__file__).parent / "schemes"
 # What the equations say is the same at every level; the lowest compiles quickest.
@@ -74,6 +74,40 @@ def test_verify_finds_a_wrong_weight(monkeypatch):
     assert all(failure.at[1] == 0 for failure in report.failures)
     assert "WRONG" in str(report)
     assert "q = " in str(report)
+
+
+def mine(compute: str, require: str) -> qdsl.Scheme:
+    return qdsl.parse(f"""scheme mine "x"
+    weight {{ code q[n, k] : i8 w ~ q }}
+    activation {{ code a[m, k] : {compute.split()[0]} = x x ~ a }}
+    compute {compute}
+    output f32
+    {require}""")
+
+
+def test_sizes_are_those_that_a_scheme_takes():
+    assert verify(mine("i8 -> i32", "require k % 1024 == 0")).passed
+    assert verify(mine("i16 -> i32", "")).passed, "1344 products of i16 by i8 could overflow"
+    with pytest.raises(
+        qdsl.Error, match=r"takes none of the sizes that are verified, KxN = 8x1, .*; see its `require`"
+    ):
+        verify(mine("i8 -> i32", "require k % 3000 == 0"))
+
+
+@pytest.mark.parametrize(("y", "bound", "passed"), [(-1, 7e4, True), (7e4, 1, True), (-7e4, 1, False), (1, 6e4, False)])
+def test_infinity_where_a_right_result_may_be_one(y, bound, passed):
+    found, expected = np.array([[np.inf]]), reference.Result(np.array([[float(y)]]), np.array([[float(bound)]]))
+    report = Report("", "")
+    _compare(
+        report,
+        qdsl.load("w8a16", act="f16"),
+        {"q": np.zeros((1, 1), np.uint8), "s": np.zeros(1)},
+        "",
+        1,
+        found,
+        expected,
+    )
+    assert report.passed == passed
 
 
 def test_verify_finds_an_unwritten_output(monkeypatch):

@@ -39,6 +39,7 @@ class Blocked:
     """The SIMD kernels' view of a scheme.
 
     unit     what multiplies
+    bits     from one code to the next in a word: a power of two, of which narrower codes leave some
     planes   numbers of the unit that make a number of x: a float16 is the sum of two bfloat16, a float32 of three, and a code
              of x of more than 8 bits is 256 of its first int8 and one of its second, whose sums are kept apart
     decode   how codes become operands: "shift" (they are operands), "look up" (a table of 16), "number" (converted)
@@ -129,26 +130,31 @@ class Blocked:
 
 
 def blocked(
-    scheme: Scheme, weight: Split, x: Split, target: Target, step: int | None, core: tuple[str, np.ndarray] | None
-) -> Blocked | None:
+    scheme: Scheme, weight: Split, x: Split, target: Target, step: int | None,
+    core: tuple[str, int | None, np.ndarray] | None,
+) -> Blocked | None:  # fmt: skip
     """The view of a scheme; None where the portable loop nest serves it.
 
     step   inputs after which partial sums are scaled; None: once
-    core   (the tensor that is taken off the codes or "", what codes stand for without it, by bit pattern)
+    core   (the tensor that is taken off the codes or "", the inputs of one of its numbers or None, what codes stand for
+           without it, by bit pattern)
     """
     code = scheme.code
-    bits = code.dtype.bits
-    if "avx2" not in target.units or core is None or bits not in (1, 2, 4, 8) or len(code.index) != 2:
+    if "avx2" not in target.units or core is None or code.dtype.bits > 8 or len(code.index) != 2:
         return None
+    zero, of, values = core
+    step = math.gcd(step or 0, of or 0) or None
+    bits = cell(code.dtype.bits)
+    whole = bits == code.dtype.bits or code.dtype.kind == "uint"  # its cell holds the code as a number
     if scheme.output.half or weight.gathered or x.gathered or (step and step % (32 // bits)):
         return None
-    zero, values = core
     activation = scheme.activation()
     of_x = interval(x.core, ranges({t.name: t for t in activation.operand.tensors})) if activation else None
     if scheme.compute.accumulator.is_float:
         operand = scheme.compute.operand
         values = operand.round(values) if operand.bits >= 16 else values
-        decode = "look up" if bits <= 4 else "number" if _numbers(code.dtype, values) else None
+        number = (whole or code.dtype.is_float) and _numbers(code.dtype, values)
+        decode = "look up" if bits <= 4 else "number" if number else None
         if of_x is not None and x.core != Ref("x") and of_x.fits(dtype("bf16")):
             planes = 1
         else:
@@ -162,7 +168,7 @@ def blocked(
         unit = "u8" if "vnni" in target.units and of_x.high <= BYTES else "i16"
         planes = 2 if unit == "u8" and not of_x.fits(dtype("i8")) else 1
         offset = -int(values.min())
-        decode = "shift" if _patterns(values + offset, bits) else None
+        decode = "shift" if whole and _patterns(values + offset, code.dtype.bits) else None
     if decode is None:
         return None
     found = tuple(float(v) for v in values + offset)
@@ -177,6 +183,11 @@ def blocked(
     direct = unit == "u8" and bits == 8 and x.correction is None
     made = unit == "u8" and bool(step) and x.correction is None and weight.range.fits(dtype("i8"))
     return replace(view, tiles=True, direct=direct, signed=view.flips if direct else made, folds=folds)
+
+
+def cell(bits: int) -> int:
+    """Bits from one code to the next where they lie whole."""
+    return next(size for size in (1, 2, 4, 8) if size >= bits)
 
 
 def _halves(code: DType) -> bool:

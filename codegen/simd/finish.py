@@ -8,7 +8,7 @@ from tvm import tirx
 from tvm.tirx.script import builder as T
 
 from qdsl.codegen.function import store
-from qdsl.codegen.portable import factor, finished, first, inside, times
+from qdsl.codegen.portable import factor, finished, first, inside, times, whole_offset
 from qdsl.codegen.simd.blocked import FEATURES
 from qdsl.codegen.simd.state import State, for_features, local
 from qdsl.codegen.tir import as_float, encode, i64
@@ -30,7 +30,7 @@ class Group:
         scale, correction = first(weight.fold, weight.promote), weight.correction
         self.scale = local((FEATURES,), "float32") if scale is not None else None
         self.correction = local((FEATURES,), "float32") if correction is not None or s.zero else None
-        self.weights = local((FEATURES,), "float32") if ones is not None else None
+        self.weights = local((FEATURES,), s.kind) if ones is not None else None
 
         def at(v: tirx.Expr) -> dict[str, tirx.Expr]:
             n = block * i64(FEATURES) + v
@@ -45,9 +45,7 @@ class Group:
             return total
 
         def weighed(v: tirx.Expr) -> tirx.Expr:
-            return as_float(
-                ones(v) - T.cast(self.count, "int32") * tirx.const(s.offset, "int32") if s.offset else ones(v)
-            )
+            return ones(v) - T.cast(self.count, "int32") * tirx.const(s.offset, "int32") if s.offset else ones(v)
 
         if self.scale is not None:
             for_features(lambda v: store(self.scale, factor(s, scale, at(v)), v))
@@ -71,19 +69,23 @@ class Group:
         s, activation = self.s, self.s.plan.activation
         token = inside(token, s.own.sizes["m"])
         at = {"m": token, "k": self.start}
-        gx, cx = factor(s, first(activation.fold, activation.promote), at), factor(s, activation.correction, at)
+        gx, offset = factor(s, first(activation.fold, activation.promote), at), whole_offset(s, at)
+        cx = factor(s, activation.correction, at) if offset is None else None
         x_sum = s.sums[token, group] if s.sums is not None else None
 
         def terms(v: tirx.Expr) -> list[tirx.Expr]:
-            gw, value = self.scale[v] if self.scale is not None else None, part(v)
+            gw, value, codes = self.scale[v] if self.scale is not None else None, part(v), x_sum
             if s.offset:
                 value = value - x_sum * tirx.const(s.offset, "int32")
+            if offset is not None:
+                value = value + offset * self.weights[v]
+                codes = codes + offset * T.cast(self.count, "int32") if codes is not None else None
             found = [times(as_float(value), gx, gw)]
             if self.correction is not None:
-                scaled = times(as_float(x_sum), gx) if s.offset else x_sum
+                scaled = times(as_float(codes), gx) if s.sums_of_codes else codes
                 found.append(times(scaled, self.correction[v]))
             if cx is not None:
-                found.append(times(self.weights[v], gw, cx))
+                found.append(times(as_float(self.weights[v]), gw, cx))
             if self.correction is not None and cx is not None:
                 found.append(times(T.cast(self.count, "float32"), self.correction[v], cx))
             return found

@@ -32,7 +32,7 @@ def allocate(s: State) -> None:
         shape = T.bind(pairs * div(s.padded, tile) * planes * s.rows), tile
     s.x = T.alloc_buffer(shape, kind, scope="global")
     if s.corrected:
-        s.sums = T.alloc_buffer((s.tokens, s.groups), s.kind if s.offset else "float32", scope="global")
+        s.sums = T.alloc_buffer((s.tokens, s.groups), s.kind if s.sums_of_codes else "float32", scope="global")
     if s.weighed:
         s.ones = T.alloc_buffer((s.padded,), kind, scope="global")
         with T.serial(i64(0), s.padded) as i:
@@ -115,12 +115,12 @@ def _sum(s: State, row: tirx.Expr) -> None:
 
 
 def _add(s: State, lanes: tirx.Buffer, row: tirx.Expr, group: tirx.Expr) -> None:
-    """The sum of a group is that of its lanes; by the scale of x, unless codes are taken off sums of codes."""
+    """The sum of a group is that of its lanes; by the scale of x, unless it is of codes."""
     total = local((1,), s.kind)
     store(total, tirx.const(0, s.kind), 0)
     with T.serial(i64(0), i64(LANES)) as v:
         store(total, total[0] + lanes[v], 0)
-    if s.offset:
+    if s.sums_of_codes:
         store(s.sums, total[0], row, group)
         return
     activation = s.plan.activation

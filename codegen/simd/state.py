@@ -122,6 +122,11 @@ class State:
         return bool(self.offset or self.zero or self.plan.weight.correction is not None)
 
     @property
+    def sums_of_codes(self) -> bool:
+        """Whether sums of x are of its codes, for something is taken off these or off the weight's; else they are scaled."""
+        return bool(self.offset) or self.weighed
+
+    @property
     def weighed(self) -> bool:
         """Whether sums of weights are needed."""
         return self.plan.activation.correction is not None
