@@ -18,11 +18,11 @@ from qdsl.diagnostic import Error
 from qdsl.results import Cell, Results
 from qdsl.runtime import QuantLinear
 from qdsl.runtime.bench import Ceilings, copies_of, declared_bytes
-from qdsl.runtime.timing import SAMPLES, device_name, how, median_us, versions
+from qdsl.runtime.timing import Timed, device_name, how, medians_by_turns, versions
 from qdsl.scheme import Scheme
 
 H200 = Ceilings(4.3e12, 890e12, "an H200, measured: bytes read, dense 16-bit operations")
-SLOW_S = 0.02  # what takes longer is timed once, with one copy of the weights: no cache makes a difference to it
+SLOW_S = 0.02  # what takes longer is timed with one copy of the weights: no cache makes a difference to it
 NAMES = {F16: "f16", BF16: "bf16"}
 SPELLED = {F16: "fp16", BF16: "bf16"}  # in the names of peers
 # Relative errors beyond which an output is wrong: of ours, two roundings to its type; peers round as they like.
@@ -182,8 +182,8 @@ def _reason(problem: BaseException) -> str:
 
 
 # ---- measuring ---------------------------------------------------------------------------------------------------
-def measured(contender: Contender, call: Call, given: Problem, m: int) -> tuple[float, float]:
-    """(µs, relative error); raises Error for a wrong output, and whatever the call raises."""
+def ready(contender: Contender, call: Call, given: Problem, m: int) -> tuple[Timed, float]:
+    """A call to be timed, and its relative error; raises Error for a wrong output, and whatever the call raises."""
     k, n = given.shape
     x, exact = given.x[:m].to(contender.dtype), given.answer(contender.answer)[:m]
     error = ((call(x, 0).double() - exact).norm() / exact.norm()).item()
@@ -191,8 +191,8 @@ def measured(contender: Contender, call: Call, given: Problem, m: int) -> tuple[
     if not error <= allowed:
         raise Error(f"wrong output: relative error {error:.1e}, allowed is {allowed:.1e}")
     slow = _seconds(lambda: call(x, 0), x.device) > SLOW_S
-    count, samples = (1, 3) if slow else (copies(k, n, contender.scheme.code.dtype.bits), SAMPLES)
-    return median_us(lambda i: call(x, i), count, x.device, samples), error
+    count = 1 if slow else copies(k, n, contender.scheme.code.dtype.bits)
+    return Timed(lambda i: call(x, i), count, x.device), error
 
 
 def _seconds(work: Callable[[], object], device: torch.device) -> float:
@@ -214,17 +214,21 @@ def measure(
     head = "".join(f"{c.label:>{width[c.label]}}" for c in found)
     print(f"\nK {k}, N {n}, us\n{'M':>5} {'floor':>9}{head}", flush=True)
     for m in tokens:
-        line = []
+        timed: dict[str, Timed] = {}
+        errors: dict[str, float] = {}
+        for contender in found:
+            label = contender.label
+            if label in calls and contender.takes(m):
+                try:
+                    timed[label], errors[label] = ready(contender, calls[label], given, m)
+                except Exception as problem:  # whatever a foreign library raises
+                    absent.setdefault(label, f"from M = {m} on: {_reason(problem)}")
+                    del calls[label]
+                    _context_is_alive(contender, given.x.device)
+        times, line = dict(zip(timed, medians_by_turns(list(timed.values())))), []
         for contender in found:
             floor = ceilings.floor_us(declared_bytes(contender.scheme, m, n, k), 2 * m * n * k)
-            us = error = None
-            if contender.label in calls and contender.takes(m):
-                try:
-                    us, error = measured(contender, calls[contender.label], given, m)
-                except Exception as problem:  # whatever a foreign library raises
-                    absent.setdefault(contender.label, f"from M = {m} on: {_reason(problem)}")
-                    del calls[contender.label]
-                    _context_is_alive(contender, given.x.device)
+            us, error = times.get(contender.label), errors.get(contender.label)
             line.append(f"{f'{us:.2f}' if us else '–':>{width[contender.label]}}")
             label, group = results.scheme_label(contender.scheme), contender.scheme.params.get("group")
             dtype = NAMES[contender.dtype]
@@ -256,7 +260,7 @@ class Run:
 
     def __init__(self, args: argparse.Namespace, device: torch.device, ceilings: Ceilings = H200):
         self.args, self.device, self.ceilings = args, device, ceilings
-        method = f"{how(device)}; floor at {ceilings}"
+        method = f"{how(device)}; contenders by turns; floor at {ceilings}"
         self.meta = results.meta(device_name(device), method, versions(device), args.commit)
         self.known = Results(self.meta, ())
         if args.out and args.append and args.out.exists():  # runs that disagree are refused before any time is spent

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -18,74 +18,85 @@ from qdsl import results
 Call = Callable[[int], object]  # one product, with the copy of the weights of that number
 
 GPU_ROTATION = 400 << 20  # bytes of weights that calls go through: several times the L2 cache of any GPU
-SAMPLES = 9  # of which the first two, while clocks rise, are dropped
+SAMPLES = 9  # of a GPU
+WARMING = 2  # of these, the first, while clocks rise: they are dropped
 SAMPLE_US = 2000.0  # a sample of a GPU lasts no less, so that the first launch of its graph does not show
 BUDGET_S = 0.5  # of wall clock for a median on the CPU
 
 
 # ---- time --------------------------------------------------------------------------------------------------------
-def median_us(
-    call: Call, copies: int, device: torch.device, samples: int = SAMPLES, enough: float = math.inf
-) -> float:  # fmt: skip
+def median_us(call: Call, copies: int, device: torch.device, samples: int = SAMPLES) -> float:
     """Median time of one call in µs; calls go through the copies 0 … copies - 1 in turn.
 
-    `samples` are taken on a GPU, or a single one if that is above `enough`; a CPU's are as many as a fixed time allows.
+    `samples` are taken on a GPU, of a CPU as many as a fixed time allows.
     """
-    with torch.no_grad():
-        return _graph_us(call, copies, samples, enough) if device.type == "cuda" else _wall_us(call, copies)
+    timed, times, started = Timed(call, copies, device), [], time.perf_counter()
+    if timed.graph is not None:
+        return medians_by_turns([timed], samples)[0]
+    while len(times) < 3 or time.perf_counter() - started < BUDGET_S:
+        times.append(timed.sample())
+    return statistics.median(times)
 
 
-def _graph_us(call: Call, copies: int, samples: int, enough: float) -> float:
-    """Graphs of many calls, replayed: what a call costs a busy GPU, without its launch by the host."""
-    for c in range(copies):  # loads, compiles and allocates what the first call of each copy does
-        call(c)
+def medians_by_turns(every: Sequence[Timed], samples: int = SAMPLES) -> list[float]:
+    """Median times of several calls in µs, of samples that they take one after the other, there and back.
+
+    So all see the same clocks: a GPU at its limit of power slows down, and what is measured first would be ahead by up to 14 %.
+    """
+    times: dict[int, list[float]] = {at: [] for at in range(len(every))}
+    for round_ in range(samples):
+        for at in times if round_ % 2 == 0 else reversed(times):
+            times[at].append(every[at].sample())
+    return [statistics.median(own[WARMING:]) for own in times.values()]
+
+
+class Timed:
+    """A call, ready for samples of its time, in µs: of a few in a row on a CPU.
+
+    On a GPU, of a graph of many, replayed: what a call costs a busy GPU, without its launch by the host.
+
+    graph   None on a CPU
+    count   calls of a row, or replays of the graph, that last long enough for a sample
+    """
+
+    def __init__(self, call: Call, copies: int, device: torch.device):
+        with torch.no_grad():
+            for c in range(copies):  # loads, compiles and allocates what the first call of each copy does
+                call(c)
+            self.call, self.copies, self.at, self.graph = call, copies, 0, None
+            if device.type == "cuda":
+                once = _elapsed_us(lambda: [call(c) for c in range(copies)])
+                self.calls = copies * max(1, min(24 // copies, math.ceil(SAMPLE_US / max(once, 1.0))))
+                self.graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(self.graph):
+                    for c in range(self.calls):
+                        call(c % copies)
+                self.count = max(1, math.ceil(SAMPLE_US / max(_elapsed_us(self.graph.replay), 1.0)))
+            else:
+                start = time.perf_counter()
+                call(0)
+                once_s = time.perf_counter() - start
+                self.count = max(1, min(1000, math.ceil(BUDGET_S / 50 / max(once_s, 1e-7))))
+
+    def sample(self) -> float:
+        if self.graph is not None:
+            return _elapsed_us(lambda: [self.graph.replay() for _ in range(self.count)]) / (self.count * self.calls)
+        begin, first, self.at = time.perf_counter(), self.at, self.at + self.count
+        with torch.no_grad():
+            for c in range(first, self.at):
+                self.call(c % self.copies)
+        return (time.perf_counter() - begin) * 1e6 / self.count
+
+
+def _elapsed_us(work: Callable[[], object]) -> float:
+    """Of a GPU's work, from its first call to its end."""
     torch.cuda.synchronize()
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
-    for c in range(copies):
-        call(c)
+    work()
     end.record()
     torch.cuda.synchronize()
-    once = begin.elapsed_time(end) * 1e3
-    rounds = max(1, min(24 // copies, math.ceil(SAMPLE_US / max(once, 1.0))))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(rounds):
-            for c in range(copies):
-                call(c)
-    replays, times = 1, []
-    for at in range(samples):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for _ in range(replays):
-            graph.replay()
-        end.record()
-        torch.cuda.synchronize()
-        elapsed = begin.elapsed_time(end) * 1e3
-        times.append(elapsed / (replays * rounds * copies))
-        if at == 2 and times[2] > enough:
-            break
-        if at == 0:
-            replays = max(1, math.ceil(SAMPLE_US / max(elapsed, 1.0)))
-    return statistics.median(times[2:])
-
-
-def _wall_us(call: Call, copies: int) -> float:
-    """Samples of a few calls in a row, until the budget is spent; no fewer than three."""
-    for c in range(copies):
-        call(c)
-    start = time.perf_counter()
-    call(0)
-    once = time.perf_counter() - start
-    per_sample = max(1, min(1000, math.ceil(BUDGET_S / 50 / max(once, 1e-7))))
-    samples, at, started = [], 0, time.perf_counter()
-    while len(samples) < 3 or time.perf_counter() - started < BUDGET_S:
-        begin = time.perf_counter()
-        for c in range(at, at + per_sample):
-            call(c % copies)
-        samples.append((time.perf_counter() - begin) * 1e6 / per_sample)
-        at += per_sample
-    return statistics.median(samples)
+    return begin.elapsed_time(end) * 1e3
 
 
 def rotation(device: torch.device) -> int:

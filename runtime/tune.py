@@ -3,7 +3,8 @@
     artifact, (K, N), M --random weights, rotated past the caches--> every variant --checked--> timed --> Table
 
 Every variant's output is compared with float64, at the ends of the features and for some rows, and as a whole with the
-first variant's.  A variant that a single call shows to be hopeless is not timed any closer.
+first variant's.  A variant that a single call shows to be hopeless is not timed any closer; those that are close to the
+best are timed by turns.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ from qdsl.order import SOURCE, Inputs
 from qdsl.runtime.artifact import Kernel, find_artifact, register
 from qdsl.runtime.buffer import packed, stored_shape, torch_type, unpacked
 from qdsl.runtime.repack import torch_dtype
-from qdsl.runtime.timing import device_name, median_us, rotation
+from qdsl.runtime.timing import WARMING, Timed, device_name, medians_by_turns, rotation
 from qdsl.scheme import Group, Scheme, Tensor, Var
 from qdsl.transform import free_sizes
 
 HOPELESS = 3  # times the best: a few calls are enough to know
-SLOW = 1.25  # times the best: one sample is enough to know
+CLOSE = 1.2  # times the best: to be timed by turns
 FALLEN = 10  # times the best, and
 GROWN = 1.3  # times as far behind as at the m before: not called for any larger m
 CALLS = 4  # few, but not one: the first after a pause takes tens of µs
@@ -131,17 +132,20 @@ def _shape(kernel: Kernel, n: int, k: int, tokens: Sequence[int], device: torch.
     try:
         trial = Trial(kernel, n, k, device)
         names = kernel.variants(k)
-        times = explore(names, tokens, trial.once_us, trial.median_us, lambda m: report(f"K {k}, N {n}, M {m}"))
+        times = explore(
+            names, tokens, trial.once_us, trial.sample_us, trial.by_turns_us, lambda m: report(f"K {k}, N {n}, M {m}")
+        )
     except torch.OutOfMemoryError:
         raise Error(f"K {k}, N {n}: too large for the memory of this GPU; leave it out of --shapes") from None
     return times
 
 
 def explore(
-    names: Sequence[str], tokens: Sequence[int], once_us: Callable[[int, str], float],
-    median_us: Callable[[int, str, float], float], report: Callable[[int], None] = lambda _: None,
+    names: Sequence[str], tokens: Sequence[int], once_us: Callable[[int, str], float], sample_us: Callable[[int, str], float],
+    by_turns_us: Callable[[int, Sequence[str]], Sequence[float]], report: Callable[[int], None] = lambda _: None,
 ) -> Times:  # fmt: skip
-    """The time of every variant for rising m: the median, or of a slow one a single sample, or of a hopeless one a call.
+    """The time of every variant for rising m: of a hopeless one that of a call, of others a sample, and medians, by turns, of
+    those that are close to the best.
 
     A variant that has fallen far behind, and clearly further than at the m before, has no time for any larger m. A kernel
     made for many tokens is far behind for few, too, but comes closer.
@@ -160,7 +164,10 @@ def explore(
             once = once_us(m, name)
             if once > hopeless:  # or something held it up
                 once = min(once, once_us(m, name))
-            times[name] = once if once > hopeless else median_us(m, name, SLOW * best)
+            times[name] = once if once > hopeless else sample_us(m, name)
+        close = [name for name, us in times.items() if us <= CLOSE * min(times.values())]
+        if len(close) > 1:
+            times.update(zip(close, by_turns_us(m, close), strict=True))
         now = {name: us / min(times.values()) for name, us in times.items()}
         left = [name for name in left if now[name] <= max(FALLEN, GROWN * behind.get(name, math.inf))]
         found[m], behind = times, now
@@ -185,6 +192,7 @@ class Trial:
         self.copies = [first, *([b.clone() for b in first] for _ in range(count - 1))]
         self.features, self.patterns = self._sample(first)
         self.m = 0
+        self.timed: dict[str, Timed] = {}  # variants, for m
 
     def _inputs(self) -> Inputs:
         """Groups of equal size, their inputs anywhere where a tensor names them."""
@@ -241,7 +249,7 @@ class Trial:
 
     def _prepare(self, m: int) -> None:
         """x, y, and the right answer for some rows and features."""
-        self.m, scheme = m, self.kernel.scheme
+        self.m, self.timed, scheme = m, {}, self.kernel.scheme
         kind = torch_dtype(scheme.output.dtype)
         self.x = torch.randn((m, self.k), generator=self.generator, device=self.device).to(kind)
         self.y = torch.empty((m, self.n), dtype=kind, device=self.device)
@@ -281,9 +289,14 @@ class Trial:
         torch.cuda.synchronize()
         return begin.elapsed_time(end) * 1e3 / CALLS
 
-    def median_us(self, m: int, name: str, enough: float) -> float:
+    def sample_us(self, m: int, name: str) -> float:
         assert m == self.m, "called once before"
-        return median_us(lambda copy: self.call(name, copy), len(self.copies), self.device, SAMPLES, enough)
+        timed = self.timed[name] = Timed(lambda copy: self.call(name, copy), len(self.copies), self.device)
+        return [timed.sample() for _ in range(WARMING + 1)][-1]
+
+    def by_turns_us(self, m: int, names: Sequence[str]) -> list[float]:
+        assert m == self.m, "sampled before"
+        return medians_by_turns([self.timed[name] for name in names], SAMPLES)
 
     def _check(self, name: str) -> None:
         """Raises Error unless the sample is within the derived bound, and all of y is as the first variant's."""

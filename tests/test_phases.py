@@ -190,7 +190,7 @@ def test_tune_keeps_a_table_for_each_phase(tmp_path, monkeypatch):
     monkeypatch.setattr(tune, "rotation", lambda device: 1 << 16)
     once_us, us = tune.Trial.once_us, {"one": 9.0, "two": 5.0}
     monkeypatch.setattr(tune.Trial, "once_us", lambda trial, m, name: 0 * once_us(trial, m, name) + us.get(name, 1.0))
-    monkeypatch.setattr(tune.Trial, "median_us", lambda trial, m, name, enough: us.get(name, 1.0))
+    monkeypatch.setattr(tune.Trial, "sample_us", lambda trial, m, name: us.get(name, 1.0))
     found = list(tune.tune([open_artifact(artifact.path)], torch.device("cpu"), [(K, N)], [2]))
     assert [t.phase for t in found] == ["prefill", "decode"]
     for tuned in found:

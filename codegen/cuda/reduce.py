@@ -61,7 +61,7 @@ def store_partials(k: Kernel, acc, summed=None):
                 token, feature = k.token_warp * (8 * tile.token_tiles) + column, k.block(f) * 16 + row
                 if tile.turned:
                     part = 8 * j // tile.features
-                    token, feature = 128 * part + k.thread // 32 * 16 + row, column - part * tile.features
+                    token, feature = tile.span * part + k.thread // 32 * 16 + row, column - part * tile.features
                 value = acc[4 * (f * tile.token_tiles + j) + i]
                 if tile.correct == "sums":
                     value = value * T.float32(1 / k.weight.factor(i // 2))

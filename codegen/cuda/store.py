@@ -213,12 +213,12 @@ class Direct:
 
 
 class Turned(Direct):
-    """The same where rows are tokens, 64 of every 128, and columns all features of the CTA."""
+    """The same where rows are tokens, 64 of every `span`, and columns all features of the CTA."""
 
     def _ask(self) -> None:
         k = self.k
-        rows = [128 * part + 64 * self.group + 16 * self.warp + k.lane // 4 + 8 * h
-                for part in range(self.tile.tokens // 128) for h in range(2)]  # fmt: skip
+        rows = [self.tile.span * part + 64 * self.group + 16 * self.warp + k.lane // 4 + 8 * h
+                for part in range(self.tile.tokens // self.tile.span) for h in range(2)]  # fmt: skip
         self.tokens = [wide(tirx.min(k.m0 + row, k.M - 1)) for row in rows]
         self._keep("m", self.tokens, lambda name, m: self._load(name, m, T.int64(0)))
         n = wide(self._feature(k.thread % k.outputs)) + wide(k.N) * wide(k.thread % 128 // k.outputs)
@@ -233,8 +233,8 @@ class Turned(Direct):
         columns = [self._feature(8 * i + k.lane % 4 * 2 + p) for i in range(k.outputs // 8) for p in range(2)]
         features = [k.features(n) for n in columns]
         self._keep_columns(0, [[own[part]] for part in range(k.parts) for own in features])
-        for part in range(self.tile.tokens // 128):
-            pairs, m0 = self._finished_rows(acc, part, features), k.m0 + 128 * part + 64 * self.group
+        for part in range(self.tile.tokens // self.tile.span):
+            pairs, m0 = self._finished_rows(acc, part, features), k.m0 + self.tile.span * part + 64 * self.group
             for first in range(0, k.outputs, width):  # with no branch around barriers that a warp alone would take
                 self._sync()
                 for octet in range(first // 8, (first + width) // 8, 2):

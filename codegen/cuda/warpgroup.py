@@ -23,7 +23,7 @@ class Warpgroup:
 
     def __init__(self, k: Kernel, stages: Ring):
         self.k, self.ring, self.tile, self.stage = k, stages, k.tile, Stage(k.weight, k.tile)
-        tile, self.width = self.tile, self.tile.tokens // 2
+        tile, self.width = self.tile, k.tile.sums
         # From lane 0, so that the compiler knows that the warp agrees, and computes addresses once for all lanes.
         team = T.alloc_local([1], "int32")
         ptx("shfl_sync.idx.b32", team[0], k.team, T.uint32(0), T.uint32(31), T.uint32(0xFFFFFFFF))

@@ -82,6 +82,11 @@ def _whole_byte_tiles(weight: ByteWeight) -> tuple[WarpgroupTile, ...]:
     three = {"slice": 2, "stages": 3} if weight.promoted else {"slice": 1, "stages": 6}
     deep = {"slice": 4, "stages": 5} if weight.promoted else {"slice": 2, "stages": 10}
     large = {"teams": 1, "slice": 1, "persistent": True, "staged": 64, **room}
+    # While two add what they have multiplied, the third multiplies: of two, both would add now and then.
+    third = {**large, "warpgroups": 3, "blocks": 1, "registers": (160, 32), "stages": 4, "tail": True}
+    broad = []
+    if weight.promoted and not weight.scale and not weight.token_scale:
+        broad = [WarpgroupTile("w128_broad_tail", 128, **third)]
     turned = []
     if weight.promoted and weight.token_scale and weight.shared and weight.shared.features % 128 == 0:
         rows = {**two, "turned": True, "staged": 64, "persistent": True}
@@ -89,6 +94,7 @@ def _whole_byte_tiles(weight: ByteWeight) -> tuple[WarpgroupTile, ...]:
             WarpgroupTile("w128_turned", 128, **rows, **three),
             WarpgroupTile("w128_turned_tail", 128, **rows, **three, tail=True),
             WarpgroupTile("w256_turned", 256, **rows, slice=1, stages=4),
+            WarpgroupTile("w192_turned_tail", 192, **third, turned=True),
             WarpgroupTile("w256_turned_tail", 256, **rows, slice=1, stages=4, tail=True),
         ]
     return (
@@ -109,6 +115,7 @@ def _whole_byte_tiles(weight: ByteWeight) -> tuple[WarpgroupTile, ...]:
         WarpgroupTile("w128_tall", 128, warpgroups=2, blocks=2, **large, stages=4),
         WarpgroupTile("w256", 256, warpgroups=2, blocks=1, **large, stages=4),
         WarpgroupTile("w256_tail", 256, warpgroups=2, blocks=1, **large, stages=4, tail=True),
+        *broad,
     )
 
 
@@ -153,7 +160,7 @@ class WarpgroupTile:
     tail: bool = False  # a persistent kernel's last round is shared by two CTAs along k, if it is short
     early: bool = False  # codes are asked for while the kernel before still runs
     staged: int = 16  # tokens that a warpgroup stores at once, beside the ring
-    turned: bool = False  # a warpgroup has 64 of every 128 tokens and all features (`wgmma_bytes.Turned`)
+    turned: bool = False  # a warpgroup has 64 tokens of every `span`, and all 128 features (`wgmma_bytes.Turned`)
 
     correct = "weights"
     result = (0, 1, 2, 3)  # registers of eight tokens, as in `Tile.result`
@@ -203,7 +210,17 @@ class WarpgroupTile:
 
     @property
     def features(self) -> int:
-        return 64 * self.warpgroups * self.blocks
+        return 128 if self.turned else 64 * self.warpgroups * self.blocks
+
+    @property
+    def span(self) -> int:
+        """Tokens of which every warpgroup has 64, if it is turned."""
+        return 64 * self.warpgroups
+
+    @property
+    def sums(self) -> int:
+        """Of a thread, for one block."""
+        return self.tokens * self.features // (128 * self.warpgroups * self.blocks)
 
     @property
     def consumers(self) -> int:
@@ -239,7 +256,7 @@ class WarpgroupTile:
 
     @property
     def token_tiles(self) -> int:
-        return self.tokens // 8
+        return self.sums // 4
 
     def token_warp(self, warp) -> int:
         return 0  # every warp has all tokens

@@ -47,7 +47,7 @@ class Consumer(Warpgroup):
     """
 
     weight: ByteWeight
-    tokens: int  # of an instruction
+    tokens: int  # of an instruction: columns of its products
     passes: list[tuple[int, int]]  # of a k tile: block, first token
     deep: int  # passes whose products are in registers
     sums: tirx.Buffer  # of products
@@ -64,7 +64,8 @@ class Consumer(Warpgroup):
         self.weight = weight
         self.from_registers = not weight.from_shared
         # Where products become float32 before they are added, short passes are faster: there is room for those of two.
-        self.tokens = min(tile.tokens, SHORT if weight.promoted and not weight.operand.is_float else WIDEST)
+        most = SHORT if weight.promoted and not weight.operand.is_float else WIDEST
+        self.tokens = tile.features if tile.turned else min(tile.tokens, most)
         # The sums of 256 tokens leave registers for the fragments of one batch only.
         self.sets = 1 if weight.promoted and tile.blocks * tile.tokens > WIDEST else 2
         super().__init__(k, stages)
@@ -73,7 +74,8 @@ class Consumer(Warpgroup):
         if not weight.promoted:
             self.sums = self.acc
         else:
-            self.passes = [(f, first) for f in range(tile.blocks) for first in range(0, tile.tokens, self.tokens)]
+            span = tile.span if tile.turned else self.tokens
+            self.passes = [(f, first) for f in range(tile.blocks) for first in range(0, tile.tokens, span)]
             self.rows, self.count = self._factors()
             each, fragments = self.tokens // 2, 16 * self.sets * tile.blocks if self.from_registers else 0
             needed = tile.blocks * self.width + 2 * each + self.rows * self.count + fragments
@@ -245,9 +247,10 @@ class Consumer(Warpgroup):
         """acc of block f and tokens first .. += the products, times their factors."""
         weight, start = self.weight, own * self.tokens // 2
         settled([self.sums[start + r] for r in range(self.tokens // 2)])
+        place = self.passes.index((f, first)) * self.tokens // 2
         for j in range(self.tokens // 8):
             for r in range(4):
-                at, value = f * self.width + first // 2 + 4 * j + r, weight.number(self.sums[start + 4 * j + r])
+                at, value = place + 4 * j + r, weight.number(self.sums[start + 4 * j + r])
                 if weight.scale or weight.token_scale:
                     token = 2 * j + r % 2 if self.count > 1 else 0
                     value = value * self.factors[(r // 2 if self.rows == 2 else 0) * self.count + token]
@@ -275,8 +278,8 @@ class Consumer(Warpgroup):
 
 
 class Turned(Consumer):
-    """Tokens are A and weights are B, both from the stage: a warpgroup has 64 of every 128 tokens, and all of the CTA's 128
-    features, which share a scale.
+    """Tokens are A and weights are B, both from the stage: a warpgroup has 64 of every 128 or 192 tokens, and all of the CTA's
+    128 features, which share a scale.
 
     A thread's sums are then of two tokens of 64, whose scales it reads once, and not of two of every eight: what is read from
     shared memory to be multiplied would keep tensor cores from their operands.
@@ -284,7 +287,6 @@ class Turned(Consumer):
 
     def __init__(self, k: Kernel, stages: Ring):
         super().__init__(k, stages)
-        assert self.tile.features == self.tokens == 64 * self.tile.warpgroups, self.tile
         self.rows_of_tokens = self._own(64 * ROW)
 
     early_release = True
