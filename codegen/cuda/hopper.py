@@ -229,19 +229,20 @@ class _Parts:
 def _stages_of(k: Kernel):
     """The stages of the CTA's share of k, first and end.
 
-    A persistent kernel's teams go on around the ring from part to part, so every part has as many stages for each team: what
-    lies beyond K is zero.
+    A persistent kernel's teams go on around the ring from part to part, so every part has as many stages for each team, and
+    rounds of the loop are whole: what lies beyond K is zero.
     """
-    tile, size, teams = k.tile, k.tile.slice, k.tile.teams
-    if not tile.persistent:
+    tile, size = k.tile, k.tile.slice
+    if not tile.persistent and tile.together == 1:
         first, end = k.share
         return first // size, (end + (size - 1)) // size
-    all_rounds = (k.k_tiles + (size * teams - 1)) // (size * teams)
+    whole = tile.together * tile.teams
+    rounds = (k.k_tiles + (size * whole - 1)) // (size * whole)
     if not tile.tail:
-        return T.int32(0), all_rounds * teams
-    half = (all_rounds + 1) // 2 * teams
+        return T.int32(0), rounds * whole
+    half = (rounds + 1) // 2 * whole
     first = register("int32", T.if_then_else(k.halved, k.rank * half, T.int32(0)))
-    return first[0], T.if_then_else(tirx.all(k.halved, k.rank == 0), half, all_rounds * teams)
+    return first[0], T.if_then_else(tirx.all(k.halved, k.rank == 0), half, rounds * whole)
 
 
 def pool_bytes(weight: Weight, tile: Cut) -> int:

@@ -40,14 +40,15 @@ class Warpgroup:
         self.base, self.low = words, T.alloc_local([1], "uint32")
 
     def multiply(self, begin, end):
-        """acc = the part's features x tokens, over the team's share of stages begin .. end; -> whether there is one."""
-        tile, stage, cursor = self.tile, self.stage, self.cursor
-        count = register("int32", (end - begin - self.team + (tile.teams - 1)) // tile.teams)
+        """acc = the part's features x tokens, over the team's share of stages begin .. end, `together` at a time; -> whether there
+        is one."""
+        tile = self.tile
+        count = register("int32", (end - begin - self.team + (tile.teams - 1)) // tile.teams // tile.together)
         self.begin(count[0])
         with T.serial(0, count[0], unroll=False) as i:
             self.enter()
-            assign(self.low, 0, self.base[0] + T.cast(cursor.slot * (stage.offset() // 16), "uint32"))
-            for b in range(4 * tile.slice // tile.batch):
+            self.locate()
+            for b in range(4 * tile.slice * tile.together // tile.batch):
                 steps = range(b * tile.batch, (b + 1) * tile.batch)
                 self.fill(steps)
                 self.products(steps, i)
@@ -68,6 +69,10 @@ class Warpgroup:
     def leave(self, i, count) -> None:
         """Stage i has ended."""
         self.advance()
+
+    def locate(self) -> None:
+        """The cursor's stage is the one whose matrices are multiplied."""
+        assign(self.low, 0, self.base[0] + T.cast(self.cursor.slot * (self.stage.offset() // 16), "uint32"))
 
     def wait(self) -> None:
         T.evaluate(T.cuda.mbarrier_wait(self.ring.full(self.cursor.slot), self.cursor.phase))

@@ -78,8 +78,10 @@ def _whole_byte_tiles(weight: ByteWeight) -> tuple[WarpgroupTile, ...]:
     one = {"warpgroups": 1, "blocks": 1, "teams": 1, "early": True}
     room = {"registers": (232, 40) if weight.scale else (240, 24)}
     two = {"warpgroups": 2, "blocks": 1, "teams": 1, **(room if weight.promoted else {})}
-    # Where products of k tiles wait for each other at the end of a stage, stages are longer (`wgmma_bytes.Consumer`).
-    three = {"slice": 2, "stages": 3} if weight.promoted else {"slice": 1, "stages": 6}
+    # Short stages are filled again the sooner. Where products wait for each other at the end of a round, it has four of them
+    # (`wgmma_bytes.Consumer`); CTAs that share k have long ones instead.
+    short = {"slice": 1, "together": 4 if weight.promoted else 1}
+    shared = {"slice": 2, "stages": 3} if weight.promoted else {"slice": 1, "stages": 6}
     deep = {"slice": 4, "stages": 5} if weight.promoted else {"slice": 2, "stages": 10}
     large = {"teams": 1, "slice": 1, "persistent": True, "staged": 64, **room}
     # While two add what they have multiplied, the third multiplies: of two, both would add now and then.
@@ -91,26 +93,26 @@ def _whole_byte_tiles(weight: ByteWeight) -> tuple[WarpgroupTile, ...]:
     if weight.promoted and weight.token_scale and weight.shared and weight.shared.features % 128 == 0:
         rows = {**two, "turned": True, "staged": 64, "persistent": True}
         turned = [
-            WarpgroupTile("w128_turned", 128, **rows, **three),
-            WarpgroupTile("w128_turned_tail", 128, **rows, **three, tail=True),
-            WarpgroupTile("w256_turned", 256, **rows, slice=1, stages=4),
+            WarpgroupTile("w128_turned", 128, **rows, **short, stages=6),
+            WarpgroupTile("w128_turned_tail", 128, **rows, **short, stages=6, tail=True),
             WarpgroupTile("w192_turned_tail", 192, **third, turned=True),
+            WarpgroupTile("w256_turned", 256, **rows, slice=1, stages=4),
             WarpgroupTile("w256_turned_tail", 256, **rows, slice=1, stages=4, tail=True),
         ]
     return (
-        WarpgroupTile("w16", 16, **one, slice=2, stages=5, resident=2),
+        WarpgroupTile("w16", 16, **one, **short, stages=10, resident=2),
         WarpgroupTile("w16_deep", 16, **one, **deep),
         WarpgroupTile("w16_split", 16, **one, **deep, split=2),
-        WarpgroupTile("w32", 32, **one, slice=2, stages=5, resident=2),
+        WarpgroupTile("w32", 32, **one, **short, stages=10, resident=2),
         WarpgroupTile("w32_deep", 32, **one, slice=2, stages=8),
         WarpgroupTile("w32_split", 32, **one, slice=2, stages=8, split=2),
         WarpgroupTile("w64", 64, **one, slice=2, stages=6),
         WarpgroupTile("w64_split", 64, **one, slice=2, stages=6, split=2),
-        WarpgroupTile("w64_wide", 64, **two, slice=2, stages=4, early=True),
+        WarpgroupTile("w64_wide", 64, **two, **short, stages=8, early=True),
         WarpgroupTile("w128_narrow", 128, **one, slice=2, stages=4),
-        WarpgroupTile("w128", 128, **two, **three, early=True),
-        WarpgroupTile("w128_split", 128, **two, **three, split=2, early=True),
-        WarpgroupTile("w128_tail", 128, **two, **three, persistent=True, tail=True, staged=64),
+        WarpgroupTile("w128", 128, **two, **short, stages=6, early=True),
+        WarpgroupTile("w128_split", 128, **two, **shared, split=2, early=True),
+        WarpgroupTile("w128_tail", 128, **two, **short, stages=6, persistent=True, tail=True, staged=64),
         *turned,
         WarpgroupTile("w128_tall", 128, warpgroups=2, blocks=2, **large, stages=4),
         WarpgroupTile("w256", 256, warpgroups=2, blocks=1, **large, stages=4),
@@ -160,6 +162,7 @@ class WarpgroupTile:
     tail: bool = False  # a persistent kernel's last round is shared by two CTAs along k, if it is short
     early: bool = False  # codes are asked for while the kernel before still runs
     staged: int = 16  # tokens that a warpgroup stores at once, beside the ring
+    together: int = 1  # stages of a round of the loop, around which no products can be in the making
     turned: bool = False  # a warpgroup has 64 tokens of every `span`, and all 128 features (`wgmma_bytes.Turned`)
 
     correct = "weights"
@@ -182,6 +185,7 @@ class WarpgroupTile:
         # A slot is released once the next is being multiplied.
         assert self.stages >= 2 * self.teams, self
         assert not self.persistent or self.split == 1, self
+        assert self.together == 1 or self.split == self.teams == self.slice == 1, self
         assert not self.tail or self.persistent, self
 
     def __str__(self):

@@ -79,7 +79,8 @@ class Consumer(Warpgroup):
             self.rows, self.count = self._factors()
             each, fragments = self.tokens // 2, 16 * self.sets * tile.blocks if self.from_registers else 0
             needed = tile.blocks * self.width + 2 * each + self.rows * self.count + fragments
-            self.deep = 2 if needed <= ROOM and len(self.passes) * tile.slice > 1 else 1
+            self.deep = 2 if needed <= ROOM and len(self.passes) * tile.slice * tile.together > 1 else 1
+            assert tile.together == 1 or self.deep == 2, f"{tile}: stages are handed back between two passes"
             self.sums = T.alloc_local([self.deep * each], weight.products)
             self.factors = T.alloc_local([self.rows * self.count], "float32")
         if not self.from_registers:
@@ -91,7 +92,7 @@ class Consumer(Warpgroup):
     def early_release(self) -> bool:
         """Whether the last stage, whose products have ended with it, is handed back before the first pass of this one has
         ended: where others follow it."""
-        return len(self.passes) > 1
+        return len(self.passes) > 1 or self.tile.together > 1
 
     def _own(self, size: int):
         """How far the warpgroup's share of an operand is from the first one's, in a descriptor: `size` bytes each. As all lanes
@@ -113,7 +114,7 @@ class Consumer(Warpgroup):
 
     # ---- promoted products: the next stage is waited for while the last products of this one are in the making --------------
     def begin(self, count) -> None:
-        self.all_stages = count
+        self.all_rounds = count
         if self.weight.promoted:
             with when(count > 0):
                 self.wait()
@@ -141,14 +142,17 @@ class Consumer(Warpgroup):
     def products(self, steps: Sequence[int], i) -> None:
         if not self.weight.promoted:
             return super().products(steps, i)
-        end = 4 * self.tile.slice
+        a_stage = 4 * self.tile.slice  # times
+        end, local = a_stage * self.tile.together, [j % a_stage for j in steps]
         ahead = range(steps[-1] + 1, min(steps[-1] + 1 + len(steps), end))
+        all_passes = end // len(steps) * len(self.passes)
         for p, (f, first) in enumerate(self.passes):
-            number = steps[0] // len(steps) * len(self.passes) + p  # of the pass in the stage
-            own, last = number % self.deep, self.deep == 1 or number == end // len(steps) * len(self.passes) - 1
+            number = steps[0] // len(steps) * len(self.passes) + p  # of the pass in the round
+            own, last = number % self.deep, self.deep == 1 or number == all_passes - 1
+            begins, ends = p == 0 and local[0] == 0, p == len(self.passes) - 1 and local[-1] == a_stage - 1  # a stage
             ptx("wgmma.fence.sync.aligned")
-            for j in steps:
-                self._multiply(self.sums, own * self.tokens // 2, j, f, first, j > steps[0])
+            for j in local:
+                self._multiply(self.sums, own * self.tokens // 2, j, f, first, j > local[0])
             ptx("wgmma.commit_group.sync.aligned")
             # What is loaded meanwhile stays behind the instructions, between which it would keep the next ones waiting.
             T.evaluate(T.cuda.warp_sync())
@@ -158,14 +162,20 @@ class Consumer(Warpgroup):
                 self._unpack(ahead)
             if self.deep == 2 and number > 0:
                 ptx("wgmma.wait_group.sync.aligned", 1)
+                if begins:  # the products of the stage before have ended
+                    self.ring.release(self.previous[0])
                 self._promote(*self.passes[p - 1], 1 - own)
-            self._load_factors(steps[0] // 4, f, first)
-            if number == end // len(steps) * len(self.passes) - 1:  # of the stage
+            self._load_factors(local[0] // 4, f, first)
+            if ends:
                 if number == 0 and not self.early_release:
                     self.release(i)
                 self.advance()
-                with when(i + 1 < self.all_stages):
+                if number < all_passes - 1:
                     self.wait()
+                    self.locate()
+                else:
+                    with when(i + 1 < self.all_rounds):
+                        self.wait()
             if last:
                 ptx("wgmma.wait_group.sync.aligned", 0)
                 self._promote(f, first, own)
