@@ -275,7 +275,8 @@ def weight_of(key: Key) -> Weight | ByteWeight:
     if dtype(key.compute).bits == 8:  # scales of whole operands are those of blocks
         group, blocks = key.group and key.group // 2, key.scale is not None and key.code == key.compute
         shared = (Shared(128, group), "f32") if blocks else ()
-        return ByteWeight(dtype(key.compute), code, "bfloat16", group, scale, *shared)
+        rescaled = bool(scale) and dtype(key.scale).is_integer  # groups have those of codes, not of sums
+        return ByteWeight(dtype(key.compute), code, "bfloat16", group, scale, *shared, rescaled=rescaled, zero=zero)
     plain = key.zero or key.entries or key.code != "u4"
     table = tuple(float(i) for i in range(key.entries))
     return Weight(names[key.compute], 0 if plain else 8, zero, scale, key.group, code, table, offset)

@@ -66,6 +66,7 @@ class WarpTile:
     looks_up_pairs = True
     stages_x = True  # tokens come through the ring, too
     direct = persistent = tail = turned = False
+    together = 1
     halved = None
     early = True  # codes are asked for while the kernel before still runs
 
