@@ -57,9 +57,7 @@ def _layers(own: Ours) -> Callable[[Problem, int, int], Built]:
         rows = [m - 1 for m in TOKENS]
         x = p.x[rows].to(layer.dtype).double().numpy()
         manifest = layer.manifest
-        right = reference.linear(
-            scheme, x, patterns, p.n, offset=manifest.offset, kept=manifest.kept, x_bits=manifest.x_bits
-        )
+        right = reference.linear(scheme, x, patterns, p.n, precision=manifest.precision)
 
         def verify(y: Tensor) -> None:
             """The last row of as many as any M has, element by element, within the bound of the reference."""

@@ -44,9 +44,7 @@ def differing(scheme: Scheme, artifact: Artifact) -> str:
     }
     layer.set_patterns(given)
     manifest = layer.manifest
-    of_ones = reference.linear(
-        scheme, np.ones((1, K)), given, N, offset=manifest.offset, kept=manifest.kept, x_bits=manifest.x_bits
-    )
+    of_ones = reference.linear(scheme, np.ones((1, K)), given, N, precision=manifest.precision)
     bound = torch.from_numpy(of_ones.bound[0]).cuda()
     signs = torch.randint(0, 2, (M, K), generator=torch.Generator("cuda").manual_seed(0), device="cuda")
     x, first, found = (2 * signs - 1).to(layer.dtype), None, []

@@ -23,6 +23,7 @@ from qdsl.codegen.plan import Plan, plans
 from qdsl.codegen.simd import linear, order
 from qdsl.codegen.target import target as find_target
 from qdsl.manifest import Buffer, Manifest, Variant, plain_params
+from qdsl.precision import Precision
 from qdsl.scheme import Scheme
 
 STAGES = ("syntax", "scheme", "plan", "tir", "source", "binary")
@@ -130,10 +131,9 @@ def compile_into(
         {arch: _buffers(found) for arch, found in planned.items()},
         {arch: {phase: _variants(phase, own) for phase, own in found.items()} for arch, found in planned.items()},
         {arch: {phase: own.table for phase, own in found.items()} for arch, found in planned.items()},
-        max(own.offset for own in each), min((own.kept for own in each if own.kept), default=None), min(limits, default=None),
+        Precision.least(own.precision for own in each), min(limits, default=None),
         tuple(dict.fromkeys(str(n) for own in each for n in own.notes)), toolchain,
         {f.name: hashlib.sha256(f.read_bytes()).hexdigest() for f in files}, digest,
-        min((own.x_bits for own in each if own.x_bits), default=None),
     )  # fmt: skip
     (directory / MANIFEST).write_text(manifest.to_json())
 

@@ -23,6 +23,7 @@ from qdsl.expr import Binary, Cast, Expr, Item, Negate, Number, Range, Ref, eval
 from qdsl.layout import Axis, Digit, Lane, Layout, Run, plain
 from qdsl.manifest import Buffer, Step, Variant
 from qdsl.order import ORDERED, SOURCE, Order, ordered
+from qdsl.precision import DECLARED, Precision
 from qdsl.scheme import Activation, Gather, Group, Operand, Scheme, Tensor, Var
 from qdsl.split import WIDENED, Split, ranges, split
 from qdsl.transform import passes, transformed
@@ -104,13 +105,11 @@ class Plan:
     buffers: tuple[Buffer, ...]
     variants: tuple[Variant, ...]
     table: Table
-    offset: float
-    kept: int | None  # bits below its largest term that the multiplier keeps of a sum (None: a float32, or all)
+    precision: Precision
     max_k: int | None
     notes: tuple[Diagnostic, ...]
     blocked: Blocked | None = None  # what the SIMD kernels of a CPU need to know
     beside_overlapped: bool = False  # in the library of another phase whose kernels overlap
-    x_bits: int | None = None  # bits below the largest of a token that kernels keep of x (None: all)
     inner: Plan | None = None  # of a CPU: for x and the weight in the order of the weight's groups (`Plan.order`)
 
     def buffer(self, name: str) -> Buffer:
@@ -201,11 +200,10 @@ def plan(scheme: Scheme, target: Target, held: Mapping[str, Buffer] | None = Non
     else:
         # One thread sums a number of y by rising k, however many rows there are: the order never depends on m.
         variants, table = (Variant("portable", (*quantize, portable), order="by rising k"),), only("portable")
-    offset, kept = (0.0, None) if loop is None else (_weight(scheme, loop).excess, _weight(scheme, loop).kept)
-    offset = simd.excess if simd else offset
+    precision = _precision(scheme, loop, target) if loop else Precision(simd.excess) if simd else DECLARED
     notes += _unused_hints(scheme, target)
-    return Plan(scheme, target, weight, x_split, multiply, compute.accumulator, step, loop, buffers, variants, table, offset, kept,
-                _max_k(scheme, weight, x_split, step), notes, simd, x_bits=_x_bits(scheme, loop, target) if loop else None)  # fmt: skip
+    return Plan(scheme, target, weight, x_split, multiply, compute.accumulator, step, loop, buffers, variants, table, precision,
+                _max_k(scheme, weight, x_split, step), notes, simd)  # fmt: skip
 
 
 def _order(scheme: Scheme) -> Order | None:
@@ -691,11 +689,12 @@ def _main_loop_variants(
     return variants, table
 
 
-def _x_bits(scheme: Scheme, loop: MainLoop, target: Target) -> int | None:
-    """`Plan.x_bits` of the kernels on tensor cores."""
+def _precision(scheme: Scheme, loop: MainLoop, target: Target) -> Precision:
+    """Of the kernels on tensor cores."""
     from qdsl.codegen.cuda.candidates import candidates
 
-    return min((c.x_bits for c in candidates(target, _weight(scheme, loop)) if c.x_bits), default=None)
+    weight = _weight(scheme, loop)
+    return Precision.least(Precision(weight.excess, weight.kept, c.x_bits) for c in candidates(target, weight))
 
 
 def epilogue_tensors(scheme: Scheme, loop: MainLoop) -> list[str]:

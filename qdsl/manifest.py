@@ -15,9 +15,10 @@ from qdsl.choice import Limits, Table, at
 from qdsl.dtype import DType
 from qdsl.layout import Axis, Digit, Lane, Layout, Run
 from qdsl.order import Order
+from qdsl.precision import Precision
 from qdsl.scheme import Scheme
 
-FORMAT = 5
+FORMAT = 6
 
 
 ELEMENTS = (
@@ -92,14 +93,12 @@ class Manifest:
         str, Mapping[str, tuple[Variant, ...]]
     ]  # architecture -> phase ("" where there is one) -> kernels
     tables: Mapping[str, Mapping[str, Table]]  # architecture -> phase -> which of them serves what
-    offset: float  # what a bit trick leaves in each code until its group is corrected (0: nothing)
-    kept: int | None  # bits below its largest term that the multiplier keeps of a sum (None: a float32, or all)
+    precision: Precision  # of all kernels
     max_k: int | None  # inputs beyond which an integer sum could overflow
     notes: tuple[str, ...]
     toolchain: Mapping[str, str]
     digests: Mapping[str, str]  # file -> sha256
     digest: str  # of everything that went into the compilation
-    x_bits: int | None = None  # bits below the largest of a token that kernels keep of x (None: all)
 
     def order(self, arch: str) -> Order | None:
         """The order of inputs that the kernels take."""
@@ -156,6 +155,7 @@ class Manifest:
             for phase, variants in phases.items():
                 if found := data["tables"][arch][phase].problems(variants):
                     raise ValueError(f"the table of {' '.join(filter(None, (arch, phase)))}: {found[0]}")
+        data["precision"] = Precision(**data["precision"])
         data["notes"] = tuple(data["notes"])
         return Manifest(**data)
 

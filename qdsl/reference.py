@@ -20,6 +20,7 @@ import numpy as np
 from qdsl import transform
 from qdsl.dtype import F32, DType
 from qdsl.expr import REDUCTIONS, Binary, Call, Expr, Item, Negate, Ref, evaluate, names, substitute, walk
+from qdsl.precision import DECLARED, Precision
 from qdsl.scheme import AXES, Activation, Extent, Free, Gather, Group, Index, Operand, Scheme, Tensor, Transform, Var
 from qdsl.split import Split, split
 
@@ -405,9 +406,7 @@ def linear(
     n: int,
     *,
     phase: str = "",
-    offset: float = 0.0,
-    kept: int | None = None,
-    x_bits: int | None = None,
+    precision: Precision = DECLARED,
     expert: int = 0,
 ) -> Result:
     """The layer's output for x [m, k], with a bound derived from the declared types.
@@ -417,11 +416,9 @@ def linear(
     What is computed of x on its way, by transforms or as scales and codes, is in float32 and off as `_slack` says.
 
     The operands round once to the compute type unless their core and factors are exact in it; the sum is a random walk
-    of k roundings of the accumulator, taken at twice its standard deviation; integer sums are exact.  `offset` is the
-    constant that a kernel's bit trick leaves in each code until the group is corrected: it enlarges the sum's terms.
-    `kept` is how many bits below its largest term the multiplier keeps of a sum, if it is not a float32 (`_short_sums`).
-    `x_bits` is how many bits below the largest of a token kernels keep of x, if not all (`cut`).
-    `expert` chooses one of a stack.
+    of k roundings of the accumulator, taken at twice its standard deviation; integer sums are exact.  What kernels keep less
+    exactly than that is added (`precision`): an offset enlarges the sum's terms, for sums that are cut see `_short_sums`, for x
+    `cut`.  `expert` chooses one of a stack.
     """
     scheme, k = scheme.in_phase(phase), x.shape[1]
     patterns = _loaded(scheme, patterns)
@@ -448,12 +445,12 @@ def linear(
         unit = total.unit if total.is_float else 0.0
         steps = (8 + 2 * np.sqrt(k)) * unit + 8 * F32.unit
         error = error + steps * terms
-        if offset:
-            error = error + steps * offset * (np.abs(a) @ np.abs(_factor(scheme, patterns, n, k)).T)
-        if kept is not None:
-            error = error + _short_sums(a, w, kept)
-        if x_bits is not None:
-            error = error + cut(a, x_bits) @ np.abs(w).T
+        if precision.offset:
+            error = error + steps * precision.offset * (np.abs(a) @ np.abs(_factor(scheme, patterns, n, k)).T)
+        if precision.kept is not None:
+            error = error + _short_sums(a, w, precision.kept)
+        if precision.x_bits is not None:
+            error = error + cut(a, precision.x_bits) @ np.abs(w).T
     return epilogue(scheme, acc, error, {**patterns, **computed})
 
 

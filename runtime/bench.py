@@ -328,9 +328,7 @@ def _answer(
     weight: torch.Tensor,
     manifest: Manifest,
 ) -> _Answer:
-    found = reference.linear(
-        scheme, x[rows], patterns, len(weight), offset=manifest.offset, kept=manifest.kept, x_bits=manifest.x_bits
-    )
+    found = reference.linear(scheme, x[rows], patterns, len(weight), precision=manifest.precision)
     return _Answer(scheme, rows, found.y, found.bound, x[rows] @ weight.numpy().T)
 
 

@@ -262,9 +262,7 @@ class Trial:
             x,
             self.patterns,
             len(self.features),
-            offset=manifest.offset,
-            kept=manifest.kept,
-            x_bits=manifest.x_bits,
+            precision=manifest.precision,
         )
 
     def call(self, name: str, copy: int) -> None:

@@ -150,9 +150,7 @@ def _run(report: Report, scheme: Scheme, layer: QuantLinear, patterns, case: str
     x = scheme.output.dtype.round(_input(case, rng, m, k))
     added = {t.name: t.dtype.encode(rng.standard_normal((m, n))) for t in scheme.output.tensors if t.role == "residual"}
     given, manifest = {**patterns, **added}, layer.manifest
-    expected = reference.linear(
-        scheme, x, given, n, phase=layer.phase, offset=manifest.offset, kept=manifest.kept, x_bits=manifest.x_bits
-    )
+    expected = reference.linear(scheme, x, given, n, phase=layer.phase, precision=manifest.precision)
     tokens = torch.from_numpy(x).to(layer.dtype).to(layer.device)
     residual = next((_as_tensor(scheme.tensor(name), bits, layer.device) for name, bits in added.items()), None)
     variants = layer.kernel.variants(k)

@@ -55,7 +55,7 @@ def run(scheme: Scheme, names, shapes, folder: Path, arch: str = "sm_90a") -> di
         x = torch.from_numpy(np.random.default_rng(1).standard_normal((m, k))).to(
             repack.torch_dtype(scheme.output.dtype)
         )
-        expected = reference.linear(scheme, x.double().numpy(), patterns, n, kept=planned.kept)
+        expected = reference.linear(scheme, x.double().numpy(), patterns, n, precision=planned.precision)
         given = {"x": x, "y": torch.empty(m, n, dtype=x.dtype)}
         sizes = {"e": 1, "m": m, "n": n, "k": k}
         for t in (t for t in scheme.activation().operand.tensors if not t.loaded):

@@ -247,9 +247,7 @@ def test_gate_and_up_through_every_way_to_store(tmp_path):
             given.append(packed(buffer, declared, patterns[arg], Inputs(k)))
             assert np.array_equal(unpacked(buffer, declared, given[-1], patterns[arg].shape, Inputs(k)), patterns[arg])
         x = torch.from_numpy(np.random.default_rng(1).standard_normal((m, k))).half()
-        expected = reference.linear(
-            scheme, x.double().numpy(), patterns, n, offset=planned.offset, x_bits=planned.x_bits
-        )
+        expected = reference.linear(scheme, x.double().numpy(), patterns, n, precision=planned.precision)
         for name in functions:
             y = torch.full((m, n // 2), float("nan"), dtype=torch.float16)
             module[name](x, *given, y)
@@ -305,7 +303,7 @@ def test_schemes_from_their_equation_to_their_numbers(name, params, tmp_path):
     kind = repack.torch_dtype(scheme.output.dtype)
     x = torch.from_numpy(np.random.default_rng(1).standard_normal((m, k))).to(kind)
     y = torch.full((m, n // (scheme.output.half or ("", 1))[1]), float("nan"), dtype=kind)
-    expected = reference.linear(scheme, x.double().numpy(), patterns, n, offset=planned.offset)
+    expected = reference.linear(scheme, x.double().numpy(), patterns, n, precision=planned.precision)
     if order:
         source = torch.from_numpy(order.runs(inputs).source)
         ordered = torch.full((m, len(source)), float("nan"), dtype=kind)

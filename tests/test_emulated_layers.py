@@ -51,7 +51,7 @@ def emulated(tmp_path_factory):
             file = built(host.emit(main_loop.lower(planned, kept), goal), folder / "kernel.so")
             manifest = Manifest(
                 scheme.name, scheme.text, plain_params(scheme), "cpu", {level: file.name}, {level: planned.buffers}, {level: {"": (variant,)}},
-                {level: {"": only(variant.name)}}, planned.offset, None, None, (), {}, {file.name: hashlib.sha256(file.read_bytes()).hexdigest()}, scheme.bound,
+                {level: {"": only(variant.name)}}, planned.precision, None, (), {}, {file.name: hashlib.sha256(file.read_bytes()).hexdigest()}, scheme.bound,
             )  # fmt: skip
             (folder / MANIFEST).write_text(manifest.to_json())
             known[scheme.bound] = folder
@@ -66,7 +66,7 @@ SCHEMES = [("gptq_actorder", {"group": 32}), ("gptq", {"group": 20}), (TEST_SCHE
 
 def agrees(layer, patterns, m=5):
     x = torch.from_numpy(np.random.default_rng(1).standard_normal((m, K))).to(layer.dtype)
-    expected = reference.linear(layer.scheme, x.double().numpy(), patterns, N, offset=layer.manifest.offset)
+    expected = reference.linear(layer.scheme, x.double().numpy(), patterns, N, precision=layer.manifest.precision)
     assert (np.abs(layer(x).double().numpy() - expected.y) <= expected.bound).all()
 
 

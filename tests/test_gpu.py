@@ -67,9 +67,7 @@ def check(layer, patterns, x, y):
         x.double().cpu().numpy(),
         patterns,
         layer.out_features,
-        offset=layer.manifest.offset,
-        kept=layer.manifest.kept,
-        x_bits=layer.manifest.x_bits,
+        precision=layer.manifest.precision,
     )
     assert (np.abs(y.double().cpu().numpy() - expected.y) <= expected.bound).all()
 

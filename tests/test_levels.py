@@ -163,7 +163,7 @@ for name in sys.argv[1:]:
     x = scheme.output.dtype.round(np.random.default_rng(1).standard_normal((33, k)))
     layer = QuantLinear(scheme, k, n, "b" in given, compile="never").set_patterns(given)
     m = layer.manifest
-    wanted = reference.linear(scheme, x, given, n, phase=layer.phase, offset=m.offset, kept=m.kept, x_bits=m.x_bits)
+    wanted = reference.linear(scheme, x, given, n, phase=layer.phase, precision=m.precision)
     for variant in layer.kernel.variants(k):
         y = torch.full((len(x), layer.width), float("nan"), dtype=layer.dtype)
         layer.run_into(torch.from_numpy(x).to(layer.dtype), y, variant)

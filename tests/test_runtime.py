@@ -50,7 +50,7 @@ def stored(layer, patterns, layout, prefix=""):
 def within_bound(layer, patterns, x, y):
     known = {name: patterns[name] for name in patterns if layer.bias is not None or name != "b"}
     expected = reference.linear(
-        layer.scheme, x.double().numpy(), known, layer.out_features, offset=layer.manifest.offset
+        layer.scheme, x.double().numpy(), known, layer.out_features, precision=layer.manifest.precision
     )
     return bool((np.abs(y.double().numpy() - expected.y) <= expected.bound).all())
 

@@ -196,7 +196,7 @@ def test_every_variant_is_right_for_tails_and_writes_all_of_y(name, params, k, n
     layer, patterns = layer_of(name, k, n, **params)
     for m in (1, 2, 5, 16, 17, 33, 70):
         x = torch.randn(m, k, generator=torch.Generator().manual_seed(m)).to(layer.dtype)
-        right = reference.linear(layer.scheme, x.double().numpy(), patterns, n, offset=layer.manifest.offset)
+        right = reference.linear(layer.scheme, x.double().numpy(), patterns, n, precision=layer.manifest.precision)
         for variant in layer.kernel.variants(k):
             y = torch.full((m, n), float("nan"), dtype=layer.dtype)
             layer.run_into(x, y, variant)
@@ -343,7 +343,7 @@ def test_the_largest_floats_are_no_infinities():
     layer, patterns = layer_of("w8a16", 64, 32, act="f32")
     x = torch.zeros(40, 64)
     x[:, 5] = torch.finfo(torch.float32).max / 2**12
-    right = reference.linear(layer.scheme, x.double().numpy(), patterns, 32, offset=layer.manifest.offset)
+    right = reference.linear(layer.scheme, x.double().numpy(), patterns, 32, precision=layer.manifest.precision)
     for variant in layer.kernel.variants(64):
         y = torch.empty(40, 32)
         layer.run_into(x, y, variant)

@@ -256,7 +256,7 @@ def test_the_kernels_of_a_gpu(file, tmp_path):
     library = built(host.emit(functions, goal), tmp_path / "kernel.so")
     manifest = Manifest(
         scheme.name, scheme.text, plain_params(scheme), "cpu", {level: library.name}, {level: planned.buffers}, {level: {"": planned.variants}},
-        {level: {"": only(planned.variants[0].name)}}, 0.0, None, None, (), {}, {library.name: hashlib.sha256(library.read_bytes()).hexdigest()}, scheme.bound,
+        {level: {"": only(planned.variants[0].name)}}, planned.precision, None, (), {}, {library.name: hashlib.sha256(library.read_bytes()).hexdigest()}, scheme.bound,
     )  # fmt: skip
     (tmp_path / MANIFEST).write_text(manifest.to_json())
     for k in (K, 16):

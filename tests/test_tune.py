@@ -189,7 +189,7 @@ def test_random_weights_of_every_scheme_have_finite_answers(name):
     level = cpu_levels()[0]
     manifest = Manifest(
         scheme.name, scheme.text, plain_params(scheme), "cpu", {level: ""}, {level: planned.buffers}, {level: {"": planned.variants}},
-        {level: {"": planned.table}}, planned.offset, None, None, (), {}, {}, scheme.bound,
+        {level: {"": planned.table}}, planned.precision, None, (), {}, {}, scheme.bound,
     )  # fmt: skip
     trial = tune.Trial(Kernel(Artifact(Path(), manifest), level, scheme), 200, 512, torch.device("cpu"))
     trial._prepare(3)
