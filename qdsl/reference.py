@@ -444,7 +444,8 @@ def linear(
         error = error + roundings * compute.unit * terms
         unit = total.unit if total.is_float else 0.0
         steps = (8 + 2 * np.sqrt(k)) * unit + 8 * F32.unit
-        error = error + steps * terms
+        added = _correction(scheme, patterns, n, k, expert)  # to sums on its own, so that what cancels in w does not there
+        error = error + steps * (terms if added is None else np.abs(a) @ (np.abs(w - added) + np.abs(added)).T)
         if precision.offset:
             error = error + steps * precision.offset * (np.abs(a) @ np.abs(_factor(scheme, patterns, n, k)).T)
         if precision.kept is not None:
@@ -554,6 +555,20 @@ def _roundings(operand: Operand, compute: DType, given: str) -> float:
 def _loses(given: DType, compute: DType) -> int:
     """Whether x rounds on its way to the multiplier."""
     return int(not (given.precision <= compute.precision and given.max <= compute.max))
+
+
+def _correction(scheme: Scheme, patterns: Patterns, n: int, k: int, expert: int) -> np.ndarray | None:
+    """The part of the weight that does not vary within a group, [n, k]; None where all of it meets the multiplier."""
+    found = split(scheme.weight, scheme.compute.operand, "w")
+    assert isinstance(found, Split)
+    if found.correction is None:
+        return None
+    experts = next((patterns[t.name].shape[0] for t in scheme.weight.loaded if t.index[:1] == (Var("e"),)), 1)
+    axes = _Axes(scheme, {"e": experts, "m": 1, "n": n, "k": k}, patterns)
+    value = axes.evaluate(found.correction)
+    if found.epilogue is not None:
+        value = value * axes.evaluate(found.epilogue)
+    return np.broadcast_to(value, (experts, 1, n, k))[expert, 0]
 
 
 def _factor(scheme: Scheme, patterns: Patterns, n: int, k: int) -> np.ndarray:
