@@ -444,7 +444,9 @@ def linear(
         error = error + roundings * compute.unit * terms
         unit = total.unit if total.is_float else 0.0
         steps = (8 + 2 * np.sqrt(k)) * unit + 8 * F32.unit
-        added = _correction(scheme, patterns, n, k, expert)  # to sums on its own, so that what cancels in w does not there
+        added = _correction(
+            scheme, patterns, n, k, expert
+        )  # to sums on its own, so that what cancels in w does not there
         error = error + steps * (terms if added is None else np.abs(a) @ (np.abs(w - added) + np.abs(added)).T)
         if precision.offset:
             error = error + steps * precision.offset * (np.abs(a) @ np.abs(_factor(scheme, patterns, n, k)).T)

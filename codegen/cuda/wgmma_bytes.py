@@ -41,8 +41,8 @@ class Consumer(Warpgroup):
     """Weights that are read from the stage, or made out of nibbles.
 
     Promoted products have registers of their own, for a block of features and up to 128 tokens, or 64 where they are
-    integers of groups: a pass. Where there is room for those of two, the multiplier has the next pass of a stage before the
-    last one's products are added; not the next stage's: ptxas lets no products be in the making around a loop while others
+    integers of groups: a pass. Where there is room for those of two, the multiplier has the next pass of a round before the
+    last one's products are added; not the next round's: ptxas lets no products be in the making around a loop while others
     are read.
     """
 
@@ -112,7 +112,7 @@ class Consumer(Warpgroup):
                 assign(self.acc, r, T.float32(0))
         return super().multiply(begin, end)
 
-    # ---- promoted products: the next stage is waited for while the last products of this one are in the making --------------
+    # ---- promoted products: the next stage is waited for while the last ones of this one are in the making ------------------
     def begin(self, count) -> None:
         self.all_rounds = count
         if self.weight.promoted:
@@ -169,18 +169,22 @@ class Consumer(Warpgroup):
             if ends:
                 if number == 0 and not self.early_release:
                     self.release(i)
-                self.advance()
-                if number < all_passes - 1:
-                    self.wait()
-                    self.locate()
-                else:
-                    with when(i + 1 < self.all_rounds):
-                        self.wait()
+                self._go_on(i, number < all_passes - 1)
             if last:
                 ptx("wgmma.wait_group.sync.aligned", 0)
                 self._promote(f, first, own)
         if steps[0] == 0 and len(steps) < end and not self.early_release:
             self.release(i)
+
+    def _go_on(self, i, within: bool) -> None:
+        """To the next stage, once it is there: within round i, or to the first of the next one, if there is one."""
+        self.advance()
+        if within:
+            self.wait()
+            self.locate()
+        else:
+            with when(i + 1 < self.all_rounds):
+                self.wait()
 
     def issue(self, j: int, f: int, add) -> None:
         for first in range(0, self.tile.tokens, self.tokens):
