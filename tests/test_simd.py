@@ -268,6 +268,30 @@ def test_every_byte_is_what_its_format_says(name, params, level, monkeypatch):
         cpu_levels.cache_clear()
 
 
+@pytest.mark.parametrize("level", [HERE, "x86-64-v3"])
+@pytest.mark.parametrize("bits", [3, 5, 6, 7])
+@pytest.mark.parametrize("quantized", [False, True], ids=["floats", "bytes"])
+def test_codes_with_a_sign_narrower_than_their_cells(bits, quantized, level, monkeypatch):
+    """Every code by a one-hot x, exactly: what a code lacks of its cell's bits is no sign."""
+    inputs = "activation { scale t[m] : f32 = amax(abs(x)) code a[m, k] : i8 = x / t x ~ a * t }\n" * quantized
+    compute = "i8 -> i32" if quantized else "f32 -> f32"
+    text = f"scheme mine\nweight {{ code q[n, k] : i{bits} scale s[n] : f32 w ~ q * s }}\n{inputs}compute {compute}\noutput f32"
+    monkeypatch.setenv("QDSL_CPU_LEVEL", level)
+    cpu_levels.cache_clear()
+    try:
+        layer, k, n = QuantLinear(qdsl.parse(text), 128, 40), 128, 40
+        q = (np.arange(k) + 5 * np.arange(n)[:, None]) % (1 << bits)
+        layer.set_patterns({"q": q.astype(np.uint8), "s": np.full(n, np.float32(1).view(np.uint32))})
+        expected = torch.from_numpy(dtype(f"i{bits}").decode(q).T.copy()).float()
+        assert "portable" not in layer.kernel.variants(k)
+        for variant in layer.kernel.variants(k):
+            y = torch.empty(k, n)
+            layer.run_into(torch.eye(k), y, variant)
+            assert torch.equal(y, expected), variant
+    finally:
+        cpu_levels.cache_clear()
+
+
 @pytest.mark.parametrize("group", [128, "k"])
 def test_every_code_of_x_is_its_planes(group):
     """All upper bytes by the ends of lower ones, by all codes of weights, exactly; scales of x are 1."""

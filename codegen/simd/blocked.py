@@ -48,7 +48,7 @@ class Blocked:
     zero     the tensor of whole numbers that is taken off the codes of a group, after their sum
     step     inputs of a group; None: one group
     tiles    whether the unit also multiplies tiles of 16 by 16
-    direct   whether these are loaded from the codes themselves, which are bytes
+    direct   whether these are loaded from the codes themselves, which are bytes: narrower ones with a sign are not
     signed   whether tiles hold signed bytes: the codes, or what they are less their offset and their group's zero
     folds    whether tiles may hold finished weights, rounded to bfloat16: its scheme rounds them so, or not at all
     small_floats  whether codes are floats of 8 bits that float16 holds, but for a power of two
@@ -117,6 +117,11 @@ class Blocked:
         return self.decode == "shift" and self.values[0] != 0
 
     @property
+    def top(self) -> int:
+        """The bit of a code that is its sign, if it has one."""
+        return (len(self.values) - 1).bit_length() - 1
+
+    @property
     def excess(self) -> float:
         """The largest number that a code has too much until its group is corrected, in float32."""
         return float(max(map(abs, self.values))) if self.zero else 0.0
@@ -145,7 +150,6 @@ def blocked(
     zero, of, values = core
     step = math.gcd(step or 0, of or 0) or None
     bits = cell(code.dtype.bits)
-    whole = bits == code.dtype.bits or code.dtype.kind == "uint"  # its cell holds the code as a number
     if scheme.output.half or weight.gathered or x.gathered or (step and step % (32 // bits)):
         return None
     activation = scheme.activation()
@@ -153,8 +157,7 @@ def blocked(
     if scheme.compute.accumulator.is_float:
         operand = scheme.compute.operand
         values = operand.round(values) if operand.bits >= 16 else values
-        number = (whole or code.dtype.is_float) and _numbers(code.dtype, values)
-        decode = "look up" if bits <= 4 else "number" if number else None
+        decode = "look up" if bits <= 4 else "number" if _numbers(code.dtype, values) else None
         if of_x is not None and x.core != Ref("x") and of_x.fits(dtype("bf16")):
             planes = 1
         else:
@@ -168,7 +171,7 @@ def blocked(
         unit = "u8" if "vnni" in target.units and of_x.high <= BYTES else "i16"
         planes = 2 if unit == "u8" and not of_x.fits(dtype("i8")) else 1
         offset = -int(values.min())
-        decode = "shift" if whole and _patterns(values + offset, code.dtype.bits) else None
+        decode = "shift" if _patterns(values + offset, code.dtype.bits) else None
     if decode is None:
         return None
     found = tuple(float(v) for v in values + offset)
@@ -180,7 +183,7 @@ def blocked(
         return view
     of_groups = any(e is not None for e in (x.fold, x.promote, x.correction))
     folds = unit == "bf16" and bool(step) and scheme.compute.operand == dtype("bf16") and not of_groups
-    direct = unit == "u8" and bits == 8 and x.correction is None
+    direct = unit == "u8" and bits == 8 and x.correction is None and not (view.flips and code.dtype.bits < bits)
     made = unit == "u8" and bool(step) and x.correction is None and weight.range.fits(dtype("i8"))
     return replace(view, tiles=True, direct=direct, signed=view.flips if direct else made, folds=folds)
 

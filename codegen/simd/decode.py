@@ -149,7 +149,7 @@ def _flipped(b: Blocked) -> int:
     if not b.flips:
         return 0
     part = 32 // b.depth
-    return sum(1 << (part * p + b.bits - 1) for p in range(b.depth))
+    return sum(1 << (part * p + b.top) for p in range(b.depth))
 
 
 def _number(b: Blocked, code: DType, words: tirx.Expr, at: int) -> tirx.Expr:
@@ -164,13 +164,11 @@ def _number(b: Blocked, code: DType, words: tirx.Expr, at: int) -> tirx.Expr:
 
 
 def _byte(code: DType, words: tirx.Expr, at: int, less: int) -> tirx.Expr:
-    """Integers of 8 bits, less a whole number: as the lowest bits of the mantissa of 2^23, or as those above 8 others, from
+    """Integers in bytes, less a whole number: as the lowest bits of the mantissa of 2^23, or as those above 8 others, from
     which that power is taken.  A processor does more such instructions at once than shifts and conversions."""
-    place, signed = at % 16, code.kind == "int"
-    lifted = (_shifted(words, at - place) & _u(0xFF << place)) ^ _u(0x4B000000 | (signed << (place + 7)))
-    above = (1 << 23) + (
-        ((128 if signed else 0) + less) << place
-    )  # a signed code lies 128 above itself, its top bit flipped
+    place, sign = at % 16, 1 << (code.bits - 1) if code.kind == "int" else 0
+    lifted = (_shifted(words, at - place) & _u(0xFF << place)) ^ _u(0x4B000000 | (sign << place))
+    above = (1 << 23) + ((sign + less) << place)  # a code with its sign flipped lies by that above itself
     value = T.reinterpret(primitives.FLOAT, lifted)
     scale, off = (splat(tirx.const(v, "float32")) for v in (2.0**-place, -above * 2.0**-place))
     return primitives.multiply_add(value, scale, off) if place else value + off
