@@ -175,7 +175,9 @@ def plan(scheme: Scheme, target: Target, held: Mapping[str, Buffer] | None = Non
     if activation and loop is None and (wide := _widened(scheme, activation, target)):
         loop, weight, x_split = wide
     step = _step(scheme, weight, x_split)
-    simd = blocked(scheme, weight, x_split, target, step, _core(scheme, weight))
+    made = _rescaled(weight.core, scheme)
+    rescaled = (made.scale or "", made.zero or "", made.group or 0) if made else None
+    simd = blocked(scheme, weight, x_split, target, step, _core(scheme, weight), rescaled)
     if simd is None and target.kind == "cpu" and (order := _order(scheme)):
         inner = plan(ordered(scheme, order), target)
         if inner.blocked:

@@ -18,7 +18,6 @@ from qdsl.runtime.processor import cpu_levels
 
 HERE = cpu_levels()[0]
 LIGHT = next((level for level in cpu_levels() if level == "x86-64-v3"), HERE)  # whose kernels are compiled sooner
-PORTABLE = {"w4a8"}  # a cast that hangs on the group
 
 
 def view(name: str, level: str, **params):
@@ -31,13 +30,13 @@ def variants(name: str, level: str, **params) -> list[str]:
 
 # ---- plans -------------------------------------------------------------------------------------------------------
 @pytest.mark.parametrize("level", ["x86-64-v3", "x86-64-v4", "cascadelake", "cooperlake", "sapphirerapids"])
-def test_all_shipped_schemes_but_a_few_take_them(level):
+def test_all_shipped_schemes_take_them(level):
     slow = set()
     for name in qdsl.shipped():
         scheme = qdsl.load(name)
         if any(p.blocked is None for p in (plan(s, target("cpu", level)) for s in phases(scheme))):
             slow.add(name)
-    assert slow == PORTABLE
+    assert not slow
     assert view("awq4", "x86-64-v2") is None and view("awq4", "armv8.2-a") is None
 
 
@@ -288,6 +287,33 @@ def test_codes_with_a_sign_narrower_than_their_cells(bits, quantized, level, mon
             y = torch.empty(k, n)
             layer.run_into(torch.eye(k), y, variant)
             assert torch.equal(y, expected), variant
+    finally:
+        cpu_levels.cache_clear()
+
+
+@pytest.mark.parametrize("level", [HERE, "x86-64-v3"])
+def test_codes_that_a_group_rescales_to_bytes(level, monkeypatch):
+    """All codes by all zeros by all scales, exactly: what a byte does not hold is cut off."""
+    monkeypatch.setenv("QDSL_CPU_LEVEL", level)
+    cpu_levels.cache_clear()
+    try:
+        layer, k, n = QuantLinear(qdsl.load("w4a8", act="f32"), 256, 16 * 128), 256, 16 * 128
+        q = np.arange(k) % 16 * np.ones((n, 1), int)
+        zeros, scales = np.divmod(np.arange(n), 128)
+        z = np.stack([zeros, zeros], 1)
+        r = np.stack([scales, scales - 128], 1)  # of the first and the second 128 inputs
+        one = np.full(n, np.float32(1).view(np.uint32))
+        layer.set_patterns(
+            {"q": q.astype(np.uint8), "z": z.astype(np.uint8), "r": (r & 0xFF).astype(np.uint8), "s": one}
+        )
+        weight = np.clip((q - z.repeat(128, 1)) * r.repeat(128, 1), -128, 127)
+        x = torch.zeros(32, k)
+        x[torch.arange(32), torch.arange(16).repeat(2) + torch.tensor([0, 128]).repeat_interleave(16)] = 127
+        expected = x.double().numpy() @ weight.T
+        for variant in layer.kernel.variants(k):
+            y = torch.empty(32, n)
+            layer.run_into(x, y, variant)
+            assert np.array_equal(y.double().numpy(), expected), variant
     finally:
         cpu_levels.cache_clear()
 

@@ -42,7 +42,8 @@ class Blocked:
     bits     from one code to the next in a word: a power of two, of which narrower codes leave some
     planes   numbers of the unit that make a number of x: a float16 is the sum of two bfloat16, a float32 of three, and a code
              of x of more than 8 bits is 256 of its first int8 and one of its second, whose sums are kept apart
-    decode   how codes become operands: "shift" (they are operands), "look up" (a table of 16), "number" (converted)
+    decode   how codes become operands: "shift" (they are operands), "look up" (a table of 16), "number" (converted),
+             "rescale" (bytes of a group's scale and zero, `rescaled`)
     values   what operands stand for, by bit pattern of the code
     offset   by which an operand is above what its code stands for (whole; "shift" alone)
     zero     the tensor of whole numbers that is taken off the codes of a group, after their sum
@@ -52,6 +53,7 @@ class Blocked:
     signed   whether tiles hold signed bytes: the codes, or what they are less their offset and their group's zero
     folds    whether tiles may hold finished weights, rounded to bfloat16: its scheme rounds them so, or not at all
     small_floats  whether codes are floats of 8 bits that float16 holds, but for a power of two
+    rescaled  the scale, and the zero or "", whose bytes `i8((q - zero) * scale)` are multiplied
     """
 
     code: str
@@ -68,6 +70,7 @@ class Blocked:
     signed: bool
     folds: bool
     small_floats: bool
+    rescaled: tuple[str, str] | None = None
 
     @property
     def depth(self) -> int:
@@ -136,18 +139,19 @@ class Blocked:
 
 def blocked(
     scheme: Scheme, weight: Split, x: Split, target: Target, step: int | None,
-    core: tuple[str, int | None, np.ndarray] | None,
+    core: tuple[str, int | None, np.ndarray] | None, rescaled: tuple[str, str, int] | None = None,
 ) -> Blocked | None:  # fmt: skip
     """The view of a scheme; None where the portable loop nest serves it.
 
     step   inputs after which partial sums are scaled; None: once
     core   (the tensor that is taken off the codes or "", the inputs of one of its numbers or None, what codes stand for
            without it, by bit pattern)
+    rescaled  (scale, zero or "", inputs of a group) of a core that is bytes of codes of 4 bits
     """
     code = scheme.code
-    if "avx2" not in target.units or core is None or code.dtype.bits > 8 or len(code.index) != 2:
+    if "avx2" not in target.units or not (core or rescaled) or code.dtype.bits > 8 or len(code.index) != 2:
         return None
-    zero, of, values = core
+    zero, of, values = core or ("", rescaled[2], np.arange(-128, 128))
     step = math.gcd(step or 0, of or 0) or None
     bits = cell(code.dtype.bits)
     if scheme.output.half or weight.gathered or x.gathered or (step and step % (32 // bits)):
@@ -170,6 +174,10 @@ def blocked(
             return None
         unit = "u8" if "vnni" in target.units and of_x.high <= BYTES else "i16"
         planes = 2 if unit == "u8" and not of_x.fits(dtype("i8")) else 1
+        if rescaled:
+            offset = 128 if unit == "u8" else 0
+            return Blocked(code.name, bits, unit, planes, "rescale", (), offset, None, step,
+                           False, False, False, False, False, rescaled[:2])  # fmt: skip
         offset = -int(values.min())
         decode = "shift" if _patterns(values + offset, code.dtype.bits) else None
     if decode is None:

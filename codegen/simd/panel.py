@@ -9,6 +9,7 @@ from qdsl.codegen.function import store
 from qdsl.codegen.simd import decode, primitives
 from qdsl.codegen.simd.blocked import FEATURES, LANES
 from qdsl.codegen.simd.finish import Group, output
+from qdsl.codegen.simd.rescale import Rescaling
 from qdsl.codegen.simd.rows import AHEAD
 from qdsl.codegen.simd.state import HALVES, State, ceil_div, div, for_features, local, ramp
 from qdsl.codegen.tir import f32, i64
@@ -70,12 +71,16 @@ def _fill(s, block, start, end, operands, entries) -> None:
     """The operands of inputs start .. end."""
     b = s.blocked
     weights, per_word = s.own.buffers[b.code], b.inputs // b.depth
+    made = Rescaling(s, block) if b.rescaled else None
+    if made:
+        made.begin(start)
     with T.serial(i64(0), ceil_div(end - start, b.inputs)) as i:
         word = div(start, i64(b.inputs)) + i
         for u in range(HALVES):
             primitives.prefetch(T.address_of(weights[block, word + i64(AHEAD), i64(u * LANES)]))
             held = T.bind(weights[block, word, ramp(u * LANES)])
-            for q, v in enumerate(decode.operands(b, s.plan.scheme.code.dtype, held, entries)):
+            vectors = made.operands(held, u) if made else decode.operands(b, s.plan.scheme.code.dtype, held, entries)
+            for q, v in enumerate(vectors):
                 store(operands, v, i * i64(per_word) + i64(q), ramp(u * LANES))
 
 

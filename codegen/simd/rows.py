@@ -15,6 +15,7 @@ from qdsl.codegen.function import store
 from qdsl.codegen.simd import decode, primitives
 from qdsl.codegen.simd.blocked import FEATURES, LANES
 from qdsl.codegen.simd.finish import Group, output
+from qdsl.codegen.simd.rescale import Rescaling
 from qdsl.codegen.simd.state import HALVES, State, ceil_div, div, for_features, local, ramp
 from qdsl.codegen.tir import f32, i64
 
@@ -62,6 +63,7 @@ def _few(s: State, block: tirx.Expr, row: tirx.Expr, count: int, entries: tirx.B
     seen = local((FEATURES,), "uint32") if spoils else None  # the largest magnitudes of codes
     weights, zero = s.own.buffers[b.code], tirx.const(0, s.kind)
     dot = primitives.dot_pairs if s.pairs else primitives.dot
+    made = Rescaling(s, block) if b.rescaled else None
     for held in acc:
         for_features(lambda v, held=held: store(held, f32(0), v))
 
@@ -73,7 +75,7 @@ def _few(s: State, block: tirx.Expr, row: tirx.Expr, count: int, entries: tirx.B
                 held = T.bind(weights[block, i, ramp(u * LANES)])
                 if seen is not None:
                     store(seen, decode.largest(seen[ramp(u * LANES)], held), ramp(u * LANES))
-                for q, some in enumerate(decoded(held)):
+                for q, some in enumerate(decoded(held, u)):
                     at = i * i64(b.inputs) + i64(q * depth)
                     for j, vector in enumerate(T.bind(v) for v in some):
                         for r in range(rows):
@@ -82,9 +84,11 @@ def _few(s: State, block: tirx.Expr, row: tirx.Expr, count: int, entries: tirx.B
                                 to, x = ramp((u * vectors + j) * LANES), operand(r, plane, at)
                                 store(sums, dot(sums[to], vector, x), to)
 
-    def decoded(held: tirx.Expr) -> list[list[tirx.Expr]]:
+    def decoded(held: tirx.Expr, u: int) -> list[list[tirx.Expr]]:
         if s.pairs:
             return decode.pairs(code, held)
+        if made:
+            return [[v] for v in made.operands(held, u)]
         return [[v] for v in (decode.floats if s.floats else decode.operands)(b, code, held, entries)]
 
     def operand(r: int, plane: int, at: tirx.Expr) -> tirx.Expr:
@@ -118,6 +122,8 @@ def _few(s: State, block: tirx.Expr, row: tirx.Expr, count: int, entries: tirx.B
         if seen is not None:
             for u in range(HALVES):
                 store(seen, primitives.splat(tirx.const(0, "uint32")), ramp(u * LANES))
+        if made:
+            made.begin(start)
         first, last = T.bind(div(start, i64(b.inputs))), T.bind(ceil_div(end, b.inputs))
         several = T.bind(div(last - first, i64(words)))
         with T.serial(i64(0), several) as i:
