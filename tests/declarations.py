@@ -78,6 +78,9 @@ def _weight(rng: random.Random, quantized: bool) -> tuple[str, str]:
         elif zero < 0.6:
             lines.append(f"zero z[{index}] : {rng.choice(('f16', 'bf16', 'f32'))}")
             core = "(q - z)"
+    if code in ("u4", "i4") and core in ("q", "(q - z)") and not ordered and rng.random() < 0.3:
+        lines.append(f"scale u[n, k // {rng.choice((32, 128, 256))}] : {rng.choice(('i8', 'u4'))}")
+        core = f"i8({core} * u)"
     decoded = f"{core} * s"
     if rng.random() < 0.2:
         lines.append(f"scale r[{rng.choice(('', 'n'))}] : f32")

@@ -149,6 +149,7 @@ def blocked(
     rescaled  (scale, zero or "", inputs of a group) of a core that is bytes of codes of 4 bits
     """
     code = scheme.code
+    rescaled = None if scheme.compute.accumulator.is_float else rescaled
     if "avx2" not in target.units or not (core or rescaled) or code.dtype.bits > 8 or len(code.index) != 2:
         return None
     zero, of, values = core or ("", rescaled[2], np.arange(-128, 128))
