@@ -723,6 +723,7 @@ def _buffer(
         layout = _grouped_layout(t, scheme, loop)
     elif simd and t.index and t.index[0] == Var("n") and t.role not in ("bias", "residual"):
         layout = blocked_codes(simd.bits, simd.beside) if t == scheme.code else _vector_rows(t, FEATURES)
+        parts = simd.parts
     else:
         tile = loop is not None or (target.kind == "cuda" and scheme.code.dtype.bits == 4)
         looked_up = loop is not None and bool(loop.table)

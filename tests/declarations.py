@@ -118,6 +118,9 @@ def _activation(rng: random.Random, kind: str) -> str:
 
 def _output(rng: random.Random, act: str) -> str:
     value, lines = "acc", []
+    if rng.random() < 0.12:
+        gate = rng.choice(("relu", "gelu", "silu"))
+        return f"output {act} {{\n    half n = (r:2 j)\n    y[m, j] = {gate}(acc[r = 0]) * acc[r = 1]\n}}"
     if rng.random() < 0.6:
         lines.append(f"bias b[n] : {rng.choice((act, 'f32'))}{rng.choice(('', ' optional'))}")
         value = "acc + b"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
@@ -109,6 +111,16 @@ def test_groups_that_inputs_name_or_of_any_size_and_codes_of_any_width(name, par
         planned = plan(scheme, target("cpu", level))
         assert planned.blocked.bits in (4, 8) and str(planned.order) == runs
     monkeypatch.setattr(verify, "SIZES", ((33, 136), (48, verify.MOST)))
+    report = verify.verify(scheme, "cpu", LIGHT)
+    assert report.passed, str(report)
+
+
+@pytest.mark.parametrize("name", ["gate_up", "gate_up_actorder", "gate_up_channel"])
+def test_gate_and_up_lie_beside_each_other(name, monkeypatch):
+    scheme = qdsl.load(Path(__file__).parent / "schemes" / f"{name}.q")
+    planned = plan(scheme, target("cpu", LIGHT))
+    assert (planned.inner or planned).blocked.parts == planned.buffer("q").parts == 2
+    monkeypatch.setattr(verify, "SIZES", ((17, 136), (48, verify.MOST)))
     report = verify.verify(scheme, "cpu", LIGHT)
     assert report.passed, str(report)
 

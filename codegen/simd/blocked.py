@@ -54,6 +54,7 @@ class Blocked:
     folds    whether tiles may hold finished weights, rounded to bfloat16: its scheme rounds them so, or not at all
     small_floats  whether codes are floats of 8 bits that float16 holds, but for a power of two
     rescaled  the scale, and the zero or "", whose bytes `i8((q - zero) * scale)` are multiplied
+    parts    of the features, of which one of y has one of each: gate and up lie beside each other, in blocks of 16
     """
 
     code: str
@@ -71,6 +72,7 @@ class Blocked:
     folds: bool
     small_floats: bool
     rescaled: tuple[str, str] | None = None
+    parts: int = 1
 
     @property
     def depth(self) -> int:
@@ -155,7 +157,8 @@ def blocked(
     zero, of, values = core or ("", rescaled[2], np.arange(-128, 128))
     step = math.gcd(step or 0, of or 0) or None
     bits = cell(code.dtype.bits)
-    if scheme.output.half or weight.gathered or x.gathered or (step and step % (32 // bits)):
+    _, parts = scheme.output.half or ("", 1)
+    if parts > 2 or weight.gathered or x.gathered or (step and step % (32 // bits)):
         return None
     activation = scheme.activation()
     of_x = interval(x.core, ranges({t.name: t for t in activation.operand.tensors})) if activation else None
@@ -178,7 +181,7 @@ def blocked(
         if rescaled:
             offset = 128 if unit == "u8" else 0
             return Blocked(code.name, bits, unit, planes, "rescale", (), offset, None, step,
-                           False, False, False, False, False, rescaled[:2])  # fmt: skip
+                           False, False, False, False, False, rescaled[:2], parts)  # fmt: skip
         offset = -int(values.min())
         decode = "shift" if _patterns(values + offset, code.dtype.bits) else None
     if decode is None:
@@ -186,9 +189,14 @@ def blocked(
     found = tuple(float(v) for v in values + offset)
     view = Blocked(
         code.name, bits, unit, planes if unit != "f32" else 1, decode, found, offset, zero or None, step,
-        False, False, False, False, decode == "number" and not found[0] and _halves(code.dtype),
+        False, False, False, False, decode == "number" and not found[0] and _halves(code.dtype), parts=parts,
     )  # fmt: skip
-    if "amx" not in target.units or unit not in ("bf16", "u8") or view.tile_inputs % max(view.inputs, LANES):
+    if (
+        parts > 1
+        or "amx" not in target.units
+        or unit not in ("bf16", "u8")
+        or view.tile_inputs % max(view.inputs, LANES)
+    ):
         return view
     of_groups = any(e is not None for e in (x.fold, x.promote, x.correction))
     folds = unit == "bf16" and bool(step) and scheme.compute.operand == dtype("bf16") and not of_groups

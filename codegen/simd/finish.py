@@ -9,11 +9,13 @@ from tvm.tirx.script import builder as T
 
 from qdsl.codegen.function import store
 from qdsl.codegen.portable import factor, finished, first, inside, times, whole_offset
-from qdsl.codegen.simd.blocked import FEATURES
-from qdsl.codegen.simd.state import State, for_features, local
-from qdsl.codegen.tir import as_float, encode, i64
+from qdsl.codegen.simd.blocked import FEATURES, LANES
+from qdsl.codegen.simd.state import State, div, for_features, local, mod
+from qdsl.codegen.tir import as_float, encode, i64, translate
+from qdsl.expr import Expr, Item
 
 Of = Callable[[tirx.Expr], tirx.Expr]  # the value of a feature of the block
+EIGHT = LANES // 2  # features of a part that lie beside each other
 
 
 class Group:
@@ -33,8 +35,8 @@ class Group:
         self.weights = local((FEATURES,), s.kind) if ones is not None else None
 
         def at(v: tirx.Expr) -> dict[str, tirx.Expr]:
-            n = block * i64(FEATURES) + v
-            return {"n": inside(n, s.own.sizes["n"]), "k": start, "padded": n}
+            n = _feature(s, block, v)
+            return {"n": inside(n, s.own.sizes["n"]), "k": start, "padded": block * i64(FEATURES) + v}
 
         def corrected(v: tirx.Expr) -> tirx.Expr:
             total = factor(s, correction, at(v))
@@ -100,8 +102,18 @@ def _sum(terms: list[tirx.Expr]) -> tirx.Expr:
     return value
 
 
+def _feature(s: State, block: tirx.Expr, v: tirx.Expr) -> tirx.Expr:
+    """The weight's feature that lies at place v of a block: of two parts, eight of the first and eight of the second in turn."""
+    if s.blocked.parts == 1:
+        return block * i64(FEATURES) + v
+    own = block * i64(LANES) + div(v, LANES) * i64(EIGHT) + mod(v, EIGHT)
+    return own + mod(div(v, EIGHT), 2) * s.own.buffers["y"].shape[1]
+
+
 def output(s: State, token: tirx.Expr, block: tirx.Expr, acc: Of) -> None:
     """y of a token for the features of a block, which may end before the block does."""
+    if s.blocked.parts > 1:
+        return _output_of_parts(s, token, block, acc)
     y = s.own.buffers["y"]
     n = block * i64(FEATURES)
 
@@ -114,3 +126,30 @@ def output(s: State, token: tirx.Expr, block: tirx.Expr, acc: Of) -> None:
             for_features(put)
         with T.Else(), T.serial(i64(0), y.shape[1] - n) as v:
             put(v)
+
+
+def _output_of_parts(s: State, token: tirx.Expr, block: tirx.Expr, acc: Of) -> None:
+    """The same of features that are made of two of the weight's."""
+    plan, y = s.plan, s.own.buffers["y"]
+
+    def put(half: int, v: tirx.Expr) -> None:
+        n = block * i64(LANES) + i64(half * EIGHT) + v
+
+        def total(part: int) -> tirx.Expr:
+            place = v + i64(half * LANES + part * EIGHT)
+            at = {"m": token, "n": n + i64(part) * y.shape[1], "padded": block * i64(FEATURES) + place}
+            return times(acc(place), *(factor(s, own, at) for own in (plan.activation.epilogue, plan.weight.epilogue)))
+
+        def look(e: Expr) -> tirx.Expr:
+            return total(e.args[0].value) if isinstance(e, Item) else s.own.element(e.name, {"m": token, "n": n})
+
+        value = as_float(translate(plan.scheme.output.value, look))
+        store(y, encode(plan.scheme.output.dtype, value), token, n)
+
+    for half in range(2):
+        first = block * i64(LANES) + i64(half * EIGHT)
+        with T.If(first + i64(EIGHT) <= y.shape[1]):
+            with T.Then(), T.vectorized(i64(0), i64(EIGHT)) as v:
+                put(half, v)
+            with T.Else(), T.serial(i64(0), y.shape[1] - first) as v:
+                put(half, v)

@@ -39,7 +39,7 @@ def _linear(plan: Plan, name: str, args: tuple[str, ...]) -> tirx.PrimFunc:
             s.tokens = T.bind(ceil_div(m, together) * i64(together))
             s.padded = T.bind(ceil_div(k, s.multiple) * i64(s.multiple))
             inputs.allocate(s)
-            blocks = T.bind(ceil_div(own.buffers["y"].shape[1], FEATURES))
+            blocks = T.bind(ceil_div(own.buffers["y"].shape[1], FEATURES // b.parts))
             if by_tiles:
                 _by_tiles(s, blocks)
             else:
