@@ -12,7 +12,7 @@ from qdsl.codegen.portable import factor, finished, first, inside, times, whole_
 from qdsl.codegen.simd.blocked import FEATURES, LANES
 from qdsl.codegen.simd.state import State, div, for_features, local, mod
 from qdsl.codegen.tir import as_float, encode, i64, translate
-from qdsl.expr import Expr, Item, Number, Ref
+from qdsl.expr import Expr, Half, Item, Ref
 
 Of = Callable[[tirx.Expr], tirx.Expr]  # the value of a feature of the block
 EIGHT = LANES // 2  # features of a part that lie beside each other
@@ -142,8 +142,8 @@ def _output_of_parts(s: State, token: tirx.Expr, block: tirx.Expr, acc: Of) -> N
 
         def look(e: Expr) -> tirx.Expr:
             match e:
-                case Item(args=(Number(part),)):  # acc[r = 0]
-                    return total(int(part))
+                case Item(args=(Half() as place,)):  # acc[r = 0]
+                    return total(place.value)
                 case Ref(name):
                     return s.own.element(name, {"m": token, "n": n})
             raise AssertionError(f"{e} in the output of two parts")
