@@ -50,7 +50,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--every-level", action="store_true", help="run every scheme at every CPU level, and on QEMU (test_levels.py)"
     )
-    parser.addoption("--schemes", type=int, default=16, help="how many random schemes to try (default 16)")
+    parser.addoption("--schemes", type=int, default=8, help="how many random schemes to try (default 8)")
     parser.addoption("--damages", type=int, default=240, help="how many damaged checkpoints to try (default 240)")
 
 

@@ -115,7 +115,7 @@ def test_groups_that_inputs_name_or_of_any_size_and_codes_of_any_width(name, par
     assert report.passed, str(report)
 
 
-@pytest.mark.parametrize("name", ["gate_up", "gate_up_actorder", "gate_up_channel"])
+@pytest.mark.parametrize("name", ["gate_up_actorder", "gate_up_channel"])
 def test_gate_and_up_lie_beside_each_other(name, monkeypatch):
     scheme = qdsl.load(Path(__file__).parent / "schemes" / f"{name}.q")
     planned = plan(scheme, target("cpu", LIGHT))
@@ -280,7 +280,7 @@ def test_every_byte_is_what_its_format_says(name, params, level, monkeypatch):
 
 
 @pytest.mark.parametrize("level", [HERE, "x86-64-v3"])
-@pytest.mark.parametrize("bits", [3, 5, 6, 7])
+@pytest.mark.parametrize("bits", [3, 6])
 @pytest.mark.parametrize("quantized", [False, True], ids=["floats", "bytes"])
 def test_codes_with_a_sign_narrower_than_their_cells(bits, quantized, level, monkeypatch):
     """Every code by a one-hot x, exactly: what a code lacks of its cell's bits is no sign."""
