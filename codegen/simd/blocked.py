@@ -66,11 +66,11 @@ class Blocked:
     offset: int
     zero: str | None
     step: int | None
-    tiles: bool
-    direct: bool
-    signed: bool
-    folds: bool
-    small_floats: bool
+    tiles: bool = False
+    direct: bool = False
+    signed: bool = False
+    folds: bool = False
+    small_floats: bool = False
     rescaled: tuple[str, str] | None = None
     parts: int = 1
 
@@ -180,8 +180,9 @@ def blocked(
         planes = 2 if unit == "u8" and not of_x.fits(dtype("i8")) else 1
         if rescaled:
             offset = 128 if unit == "u8" else 0
-            return Blocked(code.name, bits, unit, planes, "rescale", (), offset, None, step,
-                           False, False, False, False, False, rescaled[:2], parts)  # fmt: skip
+            return Blocked(
+                code.name, bits, unit, planes, "rescale", (), offset, None, step, rescaled=rescaled[:2], parts=parts
+            )
         offset = -int(values.min())
         decode = "shift" if _patterns(values + offset, code.dtype.bits) else None
     if decode is None:
@@ -189,7 +190,7 @@ def blocked(
     found = tuple(float(v) for v in values + offset)
     view = Blocked(
         code.name, bits, unit, planes if unit != "f32" else 1, decode, found, offset, zero or None, step,
-        False, False, False, False, decode == "number" and not found[0] and _halves(code.dtype), parts=parts,
+        small_floats=decode == "number" and not found[0] and _halves(code.dtype), parts=parts,
     )  # fmt: skip
     if (
         parts > 1

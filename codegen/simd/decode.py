@@ -9,7 +9,7 @@ from tvm.tirx.script import builder as T
 from qdsl.codegen.function import store
 from qdsl.codegen.simd import primitives
 from qdsl.codegen.simd.blocked import LANES, Blocked
-from qdsl.codegen.simd.primitives import splat
+from qdsl.codegen.simd.primitives import splat, word
 from qdsl.codegen.simd.state import local
 from qdsl.dtype import DType
 
@@ -27,8 +27,8 @@ def table(b: Blocked, floats: bool = False) -> tirx.Buffer | None:
     if halves:
         words = (words[0::2] >> 16) | (words[1::2] & 0xFFFF0000)
     entries = local((LANES,), "int32")
-    for at, word in enumerate(words.astype(np.int32).tolist()):
-        store(entries, tirx.const(word, "int32"), at)
+    for at, entry in enumerate(words.astype(np.int32).tolist()):
+        store(entries, tirx.const(entry, "int32"), at)
     return entries
 
 
@@ -67,14 +67,14 @@ def lift(code: DType) -> float:
 
 def largest(found: tirx.Expr, words: tirx.Expr) -> tirx.Expr:
     """The largest magnitude so far of each byte of a vector's codes."""
-    bytes_ = (T.reinterpret(f"uint8x{4 * LANES}", v) for v in (found, words & _u(0x7F7F7F7F)))
+    bytes_ = (T.reinterpret(f"uint8x{4 * LANES}", v) for v in (found, words & word(0x7F7F7F7F)))
     return T.reinterpret("uint32x16", T.max(*bytes_))
 
 
 def spoiled(found: tirx.Expr, value: tirx.Expr) -> tirx.Expr:
     """value, but NaN where the largest magnitude of a lane's codes is that of the one that is no number."""
     nan = splat(tirx.const(float("nan"), "float32"))
-    return tirx.Select(((found + _u(0x01010101)) & _u(0x80808080)) != _u(0), nan, value)
+    return tirx.Select(((found + word(0x01010101)) & word(0x80808080)) != word(0), nan, value)
 
 
 def finished(
@@ -123,11 +123,11 @@ def operands(b: Blocked, code: DType, words: tirx.Expr, entries: tirx.Buffer | N
         found = []
         for q in range(count):
             v = _shifted(words, q * b.bits)
-            v = v if mask == 0xFFFFFFFF else v & _u(mask)
-            found.append(primitives.bits(v ^ _u(flip) if flip else v))
+            v = v if mask == 0xFFFFFFFF else v & word(mask)
+            found.append(primitives.bits(v ^ word(flip) if flip else v))
         return found
     if pairs_of_floats(b, code):
-        pairs = [_shifted(words, q * b.bits) & _u(0x00FF00FF) for q in range(count)]
+        pairs = [_shifted(words, q * b.bits) & word(0x00FF00FF) for q in range(count)]
         return [primitives.widened(primitives.bits(v)) for v in pairs]
     found = []
     for q in range(count):
@@ -135,7 +135,7 @@ def operands(b: Blocked, code: DType, words: tirx.Expr, entries: tirx.Buffer | N
             found.append(primitives.bits(_number(b, code, words, b.places[q])))
         else:  # a bfloat16 is the upper half of the float32
             even, odd = (T.reinterpret("uint32x16", _number(b, code, words, q * b.bits + p * 16)) for p in (0, 1))
-            found.append(primitives.bits((even >> _u(16)) | (odd & _u(0xFFFF0000))))
+            found.append(primitives.bits((even >> word(16)) | (odd & word(0xFFFF0000))))
     return found
 
 
@@ -167,15 +167,11 @@ def _byte(code: DType, words: tirx.Expr, at: int, less: int) -> tirx.Expr:
     """Integers in bytes, less a whole number: as the lowest bits of the mantissa of 2^23, or as those above 8 others, from
     which that power is taken.  A processor does more such instructions at once than shifts and conversions."""
     place, sign = at % 16, 1 << (code.bits - 1) if code.kind == "int" else 0
-    lifted = (_shifted(words, at - place) & _u(0xFF << place)) ^ _u(0x4B000000 | (sign << place))
+    lifted = (_shifted(words, at - place) & word(0xFF << place)) ^ word(0x4B000000 | (sign << place))
     above = (1 << 23) + ((sign + less) << place)  # a code with its sign flipped lies by that above itself
     value = T.reinterpret(primitives.FLOAT, lifted)
     scale, off = (splat(tirx.const(v, "float32")) for v in (2.0**-place, -above * 2.0**-place))
     return primitives.multiply_add(value, scale, off) if place else value + off
-
-
-def _u(value: int) -> tirx.Expr:
-    return splat(tirx.const(value, "uint32"))
 
 
 def _small_float(code: DType, v: tirx.Expr) -> tirx.Expr:
@@ -185,13 +181,13 @@ def _small_float(code: DType, v: tirx.Expr) -> tirx.Expr:
         return T.reinterpret(primitives.FLOAT, value)
 
     # As `primitives.small_float`; a subnormal number is what lies above the smallest normal one in the next binade.
-    magnitude = v & _u(code.mask >> 1)
-    moved = magnitude << _u(23 - code.mantissa)
-    normal = moved + _u((127 - code.bias) << 23)
+    magnitude = v & word(code.mask >> 1)
+    moved = magnitude << word(23 - code.mantissa)
+    normal = moved + word((127 - code.bias) << 23)
     smallest = splat(tirx.const(2.0 ** (1 - code.bias), "float32"))
-    small = f(moved + _u((128 - code.bias) << 23)) - smallest
-    value = T.reinterpret("uint32x16", tirx.Select(magnitude < _u(1 << code.mantissa), small, f(normal)))
+    small = f(moved + word((128 - code.bias) << 23)) - smallest
+    value = T.reinterpret("uint32x16", tirx.Select(magnitude < word(1 << code.mantissa), small, f(normal)))
     first = {"nan": code.mask >> 1, "ieee": ((1 << code.exponent) - 1) << code.mantissa}.get(code.special)
     if first:
-        value = tirx.Select(magnitude >= _u(first), normal | _u(0x7F800000), value)
-    return f(value | ((v & _u(1 << (code.bits - 1))) << _u(32 - code.bits)))
+        value = tirx.Select(magnitude >= word(first), normal | word(0x7F800000), value)
+    return f(value | ((v & word(1 << (code.bits - 1))) << word(32 - code.bits)))

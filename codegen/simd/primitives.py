@@ -391,6 +391,11 @@ def splat(value: tirx.Expr) -> tirx.Expr:
     return tirx.Broadcast(value, LANES)
 
 
+def word(value: int) -> tirx.Expr:
+    """A vector of one 32-bit word."""
+    return splat(tirx.const(value, "uint32"))
+
+
 def bits(value: tirx.Expr) -> tirx.Expr:
     """A vector as lanes of int32."""
     return T.reinterpret(INT, value)

@@ -11,7 +11,7 @@ from tvm.tirx.script import builder as T
 from qdsl.codegen.function import store
 from qdsl.codegen.simd import primitives
 from qdsl.codegen.simd.blocked import FEATURES, LANES
-from qdsl.codegen.simd.primitives import splat
+from qdsl.codegen.simd.primitives import word
 from qdsl.codegen.simd.state import State, for_features, local, ramp
 from qdsl.codegen.tir import i64
 
@@ -51,10 +51,10 @@ class Rescaling:
         scale, shift = (T.reinterpret(PAIRS, held[at]) for held in (self.scale, self.shift))
         least, most = (tirx.Broadcast(tirx.const(value, "int16"), 2 * LANES) for value in (-128, 127))
         if self.signed:
-            words = words ^ _u(0x88888888)
+            words = words ^ word(0x88888888)
 
         def scaled(by: int) -> tirx.Expr:
-            codes = (words >> _u(by) if by else words) & _u(0x000F000F)
+            codes = (words >> word(by) if by else words) & word(0x000F000F)
             product = T.reinterpret(PAIRS, codes) * scale + shift
             return T.reinterpret("uint32x16", T.max(T.min(product, most), least))
 
@@ -62,11 +62,7 @@ class Rescaling:
         for q in range(b.inputs // b.depth):
             value = scaled(4 * q)
             if b.depth == 4:  # bytes, each `offset` above itself
-                upper = scaled(4 * q + 8) << _u(8)
-                value = ((value & _u(0x00FF00FF)) | (upper & _u(0xFF00FF00))) ^ _u(0x80808080)
+                upper = scaled(4 * q + 8) << word(8)
+                value = ((value & word(0x00FF00FF)) | (upper & word(0xFF00FF00))) ^ word(0x80808080)
             found.append(primitives.bits(value))
         return found
-
-
-def _u(value: int) -> tirx.Expr:
-    return splat(tirx.const(value, "uint32"))
